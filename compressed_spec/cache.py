@@ -1,0 +1,250 @@
+"""The state of a batch of sequences: pools, and `commit`, the one thing that writes persistent rows after a round.
+
+L = layers, R = rows, D = row width
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
+from compressed_spec.rows import Ints, RowPlan
+from compressed_spec.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What one verify computed: scratch rows in the cache, and here the logits.
+
+    trees, rows: the trees, and the batch row each grows from. logits: float32 or wider `[T, V]`, nodes of the trees one
+    after the other. ticket: which round of the cache this is.
+    """
+
+    trees: tuple[TokenTree, ...]
+    rows: tuple[int, ...]
+    logits: torch.Tensor
+    plan: RowPlan
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A copy of some rows' state: their lengths, and by pool the rows that they own, `[L, n, D]` a sequence."""
+
+    lengths: tuple[int, ...]
+    spec: StateSpec
+    pools: tuple[dict[str, torch.Tensor], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for pools in self.pools for tensor in pools.values())
+
+
+class Scratch:
+    """Where one forward writes its nodes' rows.
+
+    In place by default. `out_of_place=True` builds persistent and scratch rows as a new tensor, so that autograd can
+    follow it: that is how the model is trained.
+    """
+
+    def __init__(self, cache: "Cache", *, out_of_place: bool = False) -> None:
+        self._cache = cache
+        self._out_of_place = out_of_place
+
+    def write(self, pool: str, layer: int, values_ND: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Write scratch rows first .. first + N of a layer of a pool; returns all its rows `[R, D]`."""
+        rows_RD, persistent = self._cache.pools[pool][layer], self._cache.num_persistent(pool)
+        if self._out_of_place:
+            return torch.cat((rows_RD[:persistent], values_ND.to(rows_RD.dtype)))
+        rows_RD[persistent + first : persistent + first + len(values_ND)] = values_ND
+        return rows_RD
+
+
+class Cache:
+    """Pools for `batch_size` sequences of at most `max_length` tokens; a row of length 0 is free.
+
+    Memory that nobody has written is NaN, so that a wrong row id shows. Nothing but `commit`, `fork` and `restore`
+    writes persistent rows.
+    """
+
+    def __init__(self, spec: StateSpec, shape: CacheShape, device: torch.device) -> None:
+        for name in ("batch_size", "max_length", "max_nodes", "prefill_chunk", "max_draft_nodes"):
+            if getattr(shape, name) < 1:
+                raise ValueError(f"A cache needs {name} of at least 1, got {getattr(shape, name)}.")
+        self.spec, self.shape, self.device = spec, shape, device
+        self._specs = {pool.name: pool for pool in pool_specs(spec, shape.max_length)}
+        self.pools = {
+            pool.name: torch.full(
+                (pool.num_layers, self.num_persistent(pool.name) + shape.num_scratch(pool), pool.dim),
+                float("nan"),
+                dtype=pool.dtype,
+                device=device,
+            )
+            for pool in self._specs.values()
+        }
+        self._lengths = [0] * shape.batch_size
+        self._ticket = 0
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Committed tokens of each row."""
+        return tuple(self._lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools, scratch included."""
+        return sum(pool.nbytes for pool in self.pools.values())
+
+    def num_persistent(self, pool: str) -> int:
+        """Persistent rows of a pool; its scratch rows follow them."""
+        return self.shape.batch_size * self._specs[pool].per_sequence
+
+    def check_rows(self, rows: Sequence[int]) -> None:
+        """Raise ValueError unless `rows` are different rows of this cache."""
+        if len(set(rows)) != len(rows) or not all(0 <= row < self.shape.batch_size for row in rows):
+            raise ValueError(f"Rows {list(rows)} must be different and lie in 0 .. {self.shape.batch_size - 1}.")
+
+    def next_ticket(self) -> int:
+        """Begin a round: whatever was verified before can no longer be committed."""
+        self._ticket += 1
+        return self._ticket
+
+    def commit(self, verify: Verification, paths: Sequence[Sequence[int]]) -> None:
+        """Make the rows of the accepted nodes persistent, one path of node ids a tree (root first; may be empty).
+
+        Raises ValueError if a path does not run along its tree, or if `verify` is not the cache's latest round or was
+        committed before; nothing is written then.
+        """
+        paths = [[int(node) for node in path] for path in paths]
+        if verify.ticket != self._ticket:
+            raise ValueError("This verification is no longer the cache's latest round: verify again before committing.")
+        if len(paths) != len(verify.trees):
+            raise ValueError(f"Commit needs one path a tree, got {len(paths)} paths for {len(verify.trees)} trees.")
+        for tree, path in zip(verify.trees, paths, strict=True):
+            tree.check_path(path)
+        self._ticket += 1
+        firsts = np.cumsum([0, *(len(tree) for tree in verify.trees)])
+        flat = [first + np.asarray(path, dtype=np.int64) for first, path in zip(firsts, paths, strict=False) if path]
+        if not flat:
+            return
+        moves: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor] | None] = {}
+        for pool in self._specs.values():
+            # Pools that are addressed alike move alike: their lists are made and sent once.
+            key = (pool.addressing, pool.per_sequence, pool.shift, pool.compression)
+            if key not in moves:
+                moves[key] = self._move(pool, verify.plan, flat)
+            move = moves[key]
+            if move is not None:
+                rows_LRD = self.pools[pool.name]
+                rows_LRD[:, move[1]] = rows_LRD[:, move[0]]
+        for row, path in zip(verify.rows, paths, strict=True):
+            self._lengths[row] += len(path)
+
+    def _move(
+        self, pool: PoolSpec, plan: RowPlan, paths: Sequence[Ints]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Source and destination rows of the accepted nodes, None where no row moves."""
+        sources, targets = [], []
+        for path in paths:
+            nodes, position = path, plan.nodes.position_T[path] + pool.shift
+            source = path
+            if pool.addressing is Addressing.RING:
+                # A path longer than the ring leaves only its last rows.
+                keep = (np.arange(len(nodes)) >= len(nodes) - pool.per_sequence) & (position >= 0)
+                slot = position % pool.per_sequence
+            elif pool.addressing is Addressing.ENTRIES:
+                assert pool.compression is not None
+                source = plan.closing_rank[pool.compression.name][path]
+                keep = source >= 0
+                slot = position // pool.compression.ratio
+            else:
+                keep = np.arange(len(nodes)) == len(nodes) - 1
+                slot = np.zeros_like(position)
+            sources.append(source[keep])
+            targets.append((plan.nodes.sequence_T[nodes] * pool.per_sequence + slot)[keep])
+        source, target = np.concatenate(sources), np.concatenate(targets)
+        if not len(source):
+            return None
+        both = torch.from_numpy(np.stack((source + self.num_persistent(pool.name), target))).to(self.device)
+        return both[0], both[1]
+
+    def _owned(self, pool: PoolSpec, row: int, length: int) -> slice:
+        """Persistent rows of a sequence: all of a ring, the entries that a length has."""
+        count = pool.per_sequence
+        if pool.addressing is Addressing.ENTRIES:
+            assert pool.compression is not None
+            count = pool.compression.num_entries(length)
+        return slice(row * pool.per_sequence, row * pool.per_sequence + count)
+
+    def fork(self, src: int, dst: int) -> None:
+        """Make row `dst` a copy of row `src`, which may then go its own way. Any verification becomes void."""
+        self.check_rows((src, dst))
+        self.next_ticket()
+        for name, pool in self._specs.items():
+            rows_LRD = self.pools[name]
+            length = self._lengths[src]
+            rows_LRD[:, self._owned(pool, dst, length)] = rows_LRD[:, self._owned(pool, src, length)]
+        self._lengths[dst] = self._lengths[src]
+
+    def release(self, row: int) -> None:
+        """Free a row. Any verification becomes void."""
+        self.check_rows((row,))
+        self.next_ticket()
+        self._lengths[row] = 0
+
+    def snapshot(self, rows: Sequence[int] | None = None) -> Snapshot:
+        """Copy the state of rows (all by default) as it is now. Does not modify the cache."""
+        rows = range(self.shape.batch_size) if rows is None else rows
+        self.check_rows(rows)
+        return Snapshot(
+            lengths=tuple(self._lengths[row] for row in rows),
+            spec=self.spec,
+            pools=tuple(
+                {
+                    name: self.pools[name][:, self._owned(pool, row, self._lengths[row])].clone()
+                    for name, pool in self._specs.items()
+                }
+                for row in rows
+            ),
+        )
+
+    def restore(self, snapshot: Snapshot, rows: Sequence[int] | None = None) -> None:
+        """Put a snapshot's sequences back, by default in rows 0 ..; they may be other rows or another cache.
+
+        Raises ValueError if the snapshot is of another model, has another number of rows, or is longer than the cache.
+        """
+        rows = range(len(snapshot.lengths)) if rows is None else rows
+        self.check_rows(rows)
+        if snapshot.spec != self.spec:
+            raise ValueError("This snapshot holds another model's state: restore it into a cache of the same model.")
+        if len(rows) != len(snapshot.lengths):
+            raise ValueError(f"The snapshot holds {len(snapshot.lengths)} rows, but {len(rows)} were named for it.")
+        if max(snapshot.lengths, default=0) > self.shape.max_length:
+            raise ValueError(
+                f"The snapshot has {max(snapshot.lengths)} tokens, more than the cache's max_length "
+                f"{self.shape.max_length}: make a longer cache."
+            )
+        self.next_ticket()
+        for row, length, pools in zip(rows, snapshot.lengths, snapshot.pools, strict=True):
+            for name, pool in self._specs.items():
+                owned = self._owned(pool, row, length)
+                assert owned.stop - owned.start == pools[name].shape[1], f"{name} does not hold {length} tokens"
+                self.pools[name][:, owned] = pools[name].to(self.device)
+            self._lengths[row] = length
+
+    def check_integrity(self) -> None:
+        """Raise ValueError if a committed row that a later token will read holds NaN. For tests and debugging: slow."""
+        for name, pool in self._specs.items():
+            for row, length in enumerate(self._lengths):
+                owned = self._owned(pool, row, length)
+                num_written = {
+                    Addressing.RING: min(max(length + pool.shift, 0), pool.per_sequence),
+                    Addressing.ENTRIES: owned.stop - owned.start,
+                    Addressing.SINGLE: min(length, 1),
+                }[pool.addressing]
+                # A ring that has not come round yet is written from its first slot on.
+                written = self.pools[name][:, owned.start : owned.start + num_written]
+                if not bool(torch.isfinite(written).all()):
+                    raise ValueError(f"Pool {name} holds values that are not finite in row {row} of {length} tokens.")

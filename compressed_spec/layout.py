@@ -1,0 +1,157 @@
+"""Which state a model keeps, and where its rows lie: persistent rows first, this round's scratch rows after them.
+
+A pool is `[layers, rows, dim]`. Sequence b owns the persistent rows `b * per_sequence ...`: a ring by position, or an
+append-only list of compressed entries, or a single row. Scratch row i belongs to the round's node i, except in the
+lists of entries, where it belongs to the i-th node that closes a window.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compression:
+    """One way of compressing that some layers of a model share (CSA: overlap and an index; HCA: neither).
+
+    ratio: tokens an entry stands for. entry_dim: width of an entry. index_dim: width of an index key, 0 without an
+    indexer. index_topk: most entries a node attends to, 0 for all.
+    """
+
+    ratio: int
+    overlap: bool
+    num_layers: int
+    entry_dim: int
+    index_dim: int = 0
+    index_topk: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{'csa' if self.overlap else 'hca'}{self.ratio}"
+
+    @property
+    def span(self) -> int:
+        """Tokens that one entry pools."""
+        return self.ratio * (2 if self.overlap else 1)
+
+    def num_entries(self, length: int) -> int:
+        """Entries of a sequence of `length` tokens."""
+        return length // self.ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """All state of a model. head_layers: layers of its draft head, 0 without one; stream_dim: its pending stream."""
+
+    sliding_window: int
+    num_layers: int
+    head_dim: int
+    compressions: tuple[Compression, ...]
+    head_layers: int
+    stream_dim: int
+    dtype: torch.dtype
+    buffer_dtype: torch.dtype
+
+
+class Addressing(StrEnum):
+    """How a pool's persistent rows are found."""
+
+    RING = "ring"  # position modulo the ring
+    ENTRIES = "entries"  # index of the compressed entry
+    SINGLE = "single"  # one row a sequence: the newest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """One pool. `shift` is what to add to a node's position to get the position of its row (-1 for a draft head)."""
+
+    name: str
+    num_layers: int
+    dim: int
+    dtype: torch.dtype
+    addressing: Addressing
+    per_sequence: int
+    shift: int = 0
+    compression: Compression | None = None
+
+
+def pool_specs(spec: StateSpec, max_length: int) -> Iterator[PoolSpec]:
+    """Every pool of a model for sequences of at most `max_length` tokens."""
+    ring, entries = Addressing.RING, Addressing.ENTRIES
+    window, dtype = spec.sliding_window, spec.dtype
+    yield PoolSpec(
+        name="window_kv", num_layers=spec.num_layers, dim=spec.head_dim, dtype=dtype, addressing=ring, per_sequence=window
+    )
+    for comp in spec.compressions:
+        lanes = [("buffer", "compressed_kv", comp.entry_dim)]
+        if comp.index_dim:
+            lanes.append(("index_buffer", "index_kv", comp.index_dim))
+        for buffer, entry, width in lanes:
+            yield PoolSpec(
+                name=f"{buffer}.{comp.name}",
+                num_layers=comp.num_layers,
+                dim=2 * width * (2 if comp.overlap else 1),
+                dtype=spec.buffer_dtype,
+                addressing=ring,
+                per_sequence=comp.span,
+                compression=comp,
+            )
+            yield PoolSpec(
+                name=f"{entry}.{comp.name}",
+                num_layers=comp.num_layers,
+                dim=width,
+                dtype=dtype,
+                addressing=entries,
+                per_sequence=comp.num_entries(max_length),
+                compression=comp,
+            )
+    if spec.head_layers:
+        yield PoolSpec(
+            name="head_kv",
+            num_layers=spec.head_layers,
+            dim=spec.head_dim,
+            dtype=dtype,
+            addressing=ring,
+            per_sequence=window,
+            shift=-1,
+        )
+        yield PoolSpec(
+            name="pending_stream",
+            num_layers=1,
+            dim=spec.stream_dim,
+            dtype=dtype,
+            addressing=Addressing.SINGLE,
+            per_sequence=1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """How large a cache is; nodes are counted for all sequences together.
+
+    max_nodes: nodes of one verify. prefill_chunk: tokens of one forward of a prefill. max_draft_nodes: nodes that a
+    draft head may process in a round.
+    """
+
+    batch_size: int
+    max_length: int
+    max_nodes: int
+    prefill_chunk: int
+    max_draft_nodes: int
+
+    def num_scratch(self, pool: PoolSpec) -> int:
+        """Scratch rows of a pool: one a node of the largest forward that writes it."""
+        largest = max(self.max_nodes, self.prefill_chunk)
+        return max(largest, self.max_draft_nodes) if pool.shift else largest
+
+    def nbytes(self, spec: StateSpec) -> int:
+        """Bytes of all pools, reserved in full when a cache is made."""
+        return sum(
+            pool.num_layers
+            * (self.batch_size * pool.per_sequence + self.num_scratch(pool))
+            * pool.dim
+            * pool.dtype.itemsize
+            for pool in pool_specs(spec, self.max_length)
+        )

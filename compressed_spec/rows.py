@@ -1,0 +1,231 @@
+"""The row plan: which rows each node of a round reads and writes. Made once a round, shared by all layers.
+
+It is made of host numbers (lengths and trees are known there) with numpy and moved to the device in one go, because a
+few dozen torch operations on tiny tensors cost more than the whole plan does in numpy.
+
+T = nodes, A = deepest path, W = window, C = nodes that close a compressed window, S = tokens one entry pools,
+X = entries closed by a node's own ancestors in this round, K = entries a node lists
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from compressed_spec.layout import CacheShape, Compression, StateSpec
+from compressed_spec.tree import TokenTree
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """The nodes of a forest, flat. `start_T` is the committed length of a node's sequence; the root lies at it.
+
+    `ancestors_TA[t, d]` is the scratch index of t's ancestor at depth d (itself at its own depth, -1 beyond).
+    """
+
+    sequence_T: Ints
+    start_T: Ints
+    depth_T: Ints
+    ancestors_TA: Ints
+
+    @property
+    def position_T(self) -> Ints:
+        return self.start_T + self.depth_T
+
+
+def locate(nodes: Nodes, positions_TX: Ints, ring: int, num_persistent: int) -> Ints:
+    """Rows that hold these positions as each node sees them: ring rows if committed, else the ancestor's scratch row.
+
+    A negative position is -1.
+    """
+    depth_TX = positions_TX - nodes.start_T[:, None]
+    last = nodes.ancestors_TA.shape[1] - 1
+    ancestors_TX = np.take_along_axis(nodes.ancestors_TA, depth_TX.clip(0, last), axis=1)
+    committed_TX = nodes.sequence_T[:, None] * ring + positions_TX % ring
+    rows_TX = np.where(depth_TX < 0, committed_TX, num_persistent + ancestors_TX)
+    return np.where(positions_TX < 0, -1, rows_TX)
+
+
+def window_rows(nodes: Nodes, window: int, batch_size: int) -> Ints:
+    """Rows of each node's sliding window, in the canonical order of ring slots, `[T, W]`."""
+    position_T1 = nodes.position_T[:, None]
+    positions_TW = position_T1 - (position_T1 - np.arange(window)) % window
+    return locate(nodes, positions_TW, window, batch_size * window)
+
+
+def flatten(trees: Sequence[TokenTree], sequences: Sequence[int], starts: Sequence[int]) -> Nodes:
+    """The nodes of one tree a sequence, trees one after the other; scratch index = flat node index."""
+    deepest = 0
+    depths, blocks = [], []
+    first = 0
+    for tree in trees:
+        size = len(tree)
+        parents = np.asarray(tree.parents, dtype=np.int64)
+        if np.array_equal(parents, np.arange(-1, size - 1)):
+            # A chain (prefill above all): the closed form, since a chunk may be hundreds of nodes deep.
+            depth = np.arange(size)
+            block = np.where(depth[None, :] <= depth[:, None], first + depth[None, :], -1)
+        else:
+            depth = np.asarray(tree.depths, dtype=np.int64)
+            block = np.full((size, int(depth.max()) + 1), -1, dtype=np.int64)
+            for node in range(size):
+                if node:
+                    block[node] = block[tree.parents[node]]
+                block[node, depth[node]] = first + node
+        deepest = max(deepest, block.shape[1])
+        depths.append(depth)
+        blocks.append(block)
+        first += size
+    sizes = [len(tree) for tree in trees]
+    return Nodes(
+        sequence_T=np.repeat(np.asarray(sequences, dtype=np.int64), sizes),
+        start_T=np.repeat(np.asarray(starts, dtype=np.int64), sizes),
+        depth_T=np.concatenate(depths),
+        ancestors_TA=np.concatenate(
+            [np.pad(block, ((0, 0), (0, deepest - block.shape[1])), constant_values=-1) for block in blocks]
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionPlan:
+    """Rows of one compression.
+
+    pool_rows_CS: raw rows that each closing node pools. entry_position_C: RoPE position of the new entry.
+    slot_T: position bias of each node's raw row. spans, extra_rows_TX, count_T, base_T: what a node may score (see
+    kernels.indexer). listed_TK: all visible entries' rows, ascending; None when the indexer must choose among
+    `num_visible`.
+    """
+
+    pool_rows_CS: torch.Tensor
+    entry_position_C: torch.Tensor
+    slot_T: torch.Tensor
+    spans: tuple[tuple[int, int, int, int], ...]
+    base_T: torch.Tensor
+    count_T: torch.Tensor
+    extra_rows_TX: torch.Tensor
+    num_visible: int
+    listed_TK: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """All that one forward needs to know of where its nodes' state lies.
+
+    parent_stream_T: row of the stream that precedes each node (its parent's, or the sequence's pending one).
+    closing_rank: by compression, each node's index among the closing nodes, -1 if it closes none (host, for commit).
+    """
+
+    nodes: Nodes
+    tokens_T: torch.Tensor
+    position_T: torch.Tensor
+    window_rows_TW: torch.Tensor
+    parent_stream_T: torch.Tensor
+    compressions: dict[str, CompressionPlan]
+    closing_rank: dict[str, Ints]
+
+
+def _to_device(array: Ints, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def _plan_compression(
+    nodes: Nodes, comp: Compression, shape: CacheShape, rank_T: Ints, sizes: Sequence[int], device: torch.device
+) -> CompressionPlan:
+    position_T, ratio, per_sequence = nodes.position_T, comp.ratio, comp.num_entries(shape.max_length)
+    closing_C = np.flatnonzero(rank_T >= 0)
+    closers = Nodes(
+        sequence_T=nodes.sequence_T[closing_C],
+        start_T=nodes.start_T[closing_C],
+        depth_T=nodes.depth_T[closing_C],
+        ancestors_TA=nodes.ancestors_TA[closing_C],
+    )
+    span_CS = closers.position_T[:, None] + np.arange(1 - comp.span, 1)
+    base_T, count_T = nodes.sequence_T * per_sequence, nodes.start_T // ratio
+    visible_T = (position_T + 1) // ratio
+    num_visible = int(visible_T.max())
+
+    # Entry count + x was closed by the ancestor at its last position; its row is that ancestor's rank.
+    entry_TX = count_T[:, None] + np.arange(int((visible_T - count_T).max()))
+    depth_TX = ((entry_TX + 1) * ratio - 1 - nodes.start_T[:, None]).clip(0, nodes.ancestors_TA.shape[1] - 1)
+    closer_TX = np.take_along_axis(nodes.ancestors_TA, depth_TX, axis=1)
+    extra_TX = np.where(
+        entry_TX < visible_T[:, None], shape.batch_size * per_sequence + rank_T[closer_TX], -1
+    )
+
+    listed_TK = None
+    if not comp.index_topk or num_visible <= comp.index_topk:
+        entry_K = np.arange(num_visible)
+        listed_TK = base_T[:, None] + entry_K
+        if entry_TX.shape[1]:
+            own_TK = (entry_K - count_T[:, None]).clip(0, entry_TX.shape[1] - 1)
+            own_TK = np.take_along_axis(extra_TX, own_TK, axis=1)
+            listed_TK = np.where(entry_K < count_T[:, None], listed_TK, own_TK)
+        listed_TK = np.where(entry_K < visible_T[:, None], listed_TK, -1)
+
+    ends = np.cumsum(sizes)
+    return CompressionPlan(
+        pool_rows_CS=_to_device(locate(closers, span_CS, comp.span, shape.batch_size * comp.span), device),
+        entry_position_C=_to_device(closers.position_T + 1 - ratio, device),
+        slot_T=_to_device(position_T % ratio, device),
+        spans=tuple(
+            (int(end - size), int(end), int(base_T[end - 1]), int(count_T[end - 1]))
+            for size, end in zip(sizes, ends, strict=True)
+        ),
+        base_T=_to_device(base_T, device),
+        count_T=_to_device(count_T, device),
+        extra_rows_TX=_to_device(extra_TX, device),
+        num_visible=num_visible,
+        listed_TK=None if listed_TK is None else _to_device(listed_TK, device),
+    )
+
+
+def selected_rows(plan: CompressionPlan, entries_TK: torch.Tensor) -> torch.Tensor:
+    """Rows of the entries that the indexer chose, by index: committed ones from the base on, later ones the node's own.
+
+    -1 stays -1.
+    """
+    own_TK = entries_TK - plan.count_T.unsqueeze(1)
+    rows_TK = plan.base_T.unsqueeze(1) + entries_TK
+    if plan.extra_rows_TX.shape[1]:
+        extra_TK = plan.extra_rows_TX.gather(1, own_TK.clamp(0, plan.extra_rows_TX.shape[1] - 1))
+        rows_TK = torch.where(own_TK < 0, rows_TK, extra_TK)
+    return torch.where(entries_TK < 0, -1, rows_TK)
+
+
+def make_plan(
+    spec: StateSpec,
+    shape: CacheShape,
+    trees: Sequence[TokenTree],
+    sequences: Sequence[int],
+    starts: Sequence[int],
+    device: torch.device,
+) -> RowPlan:
+    """The plan of one round: `trees[i]` grows from sequence `sequences[i]`, whose committed length is `starts[i]`."""
+    nodes = flatten(trees, sequences, starts)
+    position_T = nodes.position_T
+    parent_T = np.where(
+        nodes.depth_T > 0,
+        np.take_along_axis(nodes.ancestors_TA, (nodes.depth_T - 1).clip(0)[:, None], axis=1)[:, 0],
+        -1,
+    )
+
+    sizes = [len(tree) for tree in trees]
+    compressions, ranks = {}, {}
+    for comp in spec.compressions:
+        closes_T = (position_T + 1) % comp.ratio == 0
+        ranks[comp.name] = np.where(closes_T, np.cumsum(closes_T) - 1, -1)
+        compressions[comp.name] = _plan_compression(nodes, comp, shape, ranks[comp.name], sizes, device)
+    return RowPlan(
+        nodes=nodes,
+        tokens_T=_to_device(np.concatenate([np.asarray(tree.tokens, dtype=np.int64) for tree in trees]), device),
+        position_T=_to_device(position_T, device),
+        window_rows_TW=_to_device(window_rows(nodes, spec.sliding_window, shape.batch_size), device),
+        parent_stream_T=_to_device(np.where(parent_T < 0, nodes.sequence_T, shape.batch_size + parent_T), device),
+        compressions=compressions,
+        closing_rank=ranks,
+    )

@@ -1,0 +1,195 @@
+"""What the engine asks of a model: one forward over flat nodes. Prefill and verify follow from it.
+
+T = nodes, B = batch rows, V = vocabulary, M = residual streams, D = model width
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compressed_spec.cache import Cache, Scratch, Verification
+from compressed_spec.layout import CacheShape, StateSpec
+from compressed_spec.rows import RowPlan, make_plan
+from compressed_spec.tree import TokenTree
+
+DEFAULT_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStep:
+    """Draft nodes for one step of a draft head.
+
+    streams_NMD, tokens_N: what each node is made of (the stream before its token, and the token). position_N: position
+    of its row in the head's KV. window_rows_NW: rows it reads there. first: scratch row of the first node.
+    """
+
+    streams_NMD: torch.Tensor
+    tokens_N: torch.Tensor
+    position_N: torch.Tensor
+    window_rows_NW: torch.Tensor
+    first: int
+
+
+class TargetModel(nn.Module, ABC):
+    """A model whose state is addressed by row. Subclasses give `state_spec`, `forward` and `logits`."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+    @abstractmethod
+    def state_spec(self) -> StateSpec:
+        """The state this model keeps."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+
+    @abstractmethod
+    def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
+        """The streams `[T, M, D]` after the last layer; writes every kind of scratch row of these nodes."""
+
+    @abstractmethod
+    def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
+        """Next-token logits `[T, V]` of streams, float32 or wider."""
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether `draft_step` and `draft_logits` may be called."""
+        return False
+
+    def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
+        """The draft head's own streams `[N, M, D]` after a step; writes its KV rows to scratch."""
+        raise NotImplementedError("a model without a draft head")
+
+    def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
+        """The draft head's logits `[N, V]`, float32 or wider: the law of the token after each draft node's."""
+        raise NotImplementedError("a model without a draft head")
+
+    def new_cache(
+        self,
+        *,
+        batch_size: int = 1,
+        max_length: int = 4096,
+        max_nodes: int = 64,
+        prefill_chunk: int = DEFAULT_CHUNK,
+        max_draft_nodes: int | None = None,
+    ) -> Cache:
+        """A cache for `batch_size` sequences of at most `max_length` tokens, reserved in full.
+
+        max_nodes: nodes of one verify, all rows together. prefill_chunk: tokens that a prefill processes at once.
+        max_draft_nodes: nodes that a draft head may process in a round (4 max_nodes by default).
+        Raises ValueError for sizes below 1 or a length beyond the model's `max_position_embeddings`.
+        """
+        if max_length > self.max_position_embeddings:
+            raise ValueError(
+                f"max_length {max_length} is beyond the model's {self.max_position_embeddings} positions: lower it."
+            )
+        shape = CacheShape(
+            batch_size=batch_size,
+            max_length=max_length,
+            max_nodes=max_nodes,
+            prefill_chunk=prefill_chunk,
+            max_draft_nodes=4 * max_nodes if max_draft_nodes is None else max_draft_nodes,
+        )
+        return Cache(self.state_spec(), shape, self.device)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise ValueError if a token id is not in the vocabulary."""
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"Token id {token} is out of range: the vocabulary has ids 0 .. {self.vocab_size - 1}.")
+
+    @torch.no_grad()
+    def prefill(
+        self, cache: Cache, prompts_ids: Sequence[Sequence[int]], *, rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Append prompts to rows (0 .. by default) and commit them; logits `[B, V]` after each last token.
+
+        A prompt may continue what its row holds. Long prompts go in chunks of the cache's `prefill_chunk` tokens, all
+        rows together; the result does not depend on it. Raises ValueError, before anything is written, for an empty
+        prompt, a token id out of range, or a row that would grow beyond `max_length`.
+        """
+        rows = list(range(len(prompts_ids)) if rows is None else rows)
+        cache.check_rows(rows)
+        if len(rows) != len(prompts_ids):
+            raise ValueError(f"Prefill needs one row a prompt, got {len(rows)} rows for {len(prompts_ids)} prompts.")
+        for row, prompt in zip(rows, prompts_ids, strict=True):
+            if not len(prompt):
+                raise ValueError("A prompt is empty: give at least one token id, such as the BOS token.")
+            self.check_tokens(prompt)
+            if cache.lengths[row] + len(prompt) > cache.shape.max_length:
+                raise ValueError(
+                    f"A prompt of {len(prompt)} tokens does not fit after the {cache.lengths[row]} of its row: "
+                    f"make a cache with a max_length above {cache.shape.max_length}."
+                )
+        done = [0] * len(rows)
+        last: dict[int, torch.Tensor] = {}
+        while len(last) < len(rows):
+            room = cache.shape.prefill_chunk
+            parts: list[tuple[int, int]] = []
+            for i, prompt in enumerate(prompts_ids):
+                count = min(room, len(prompt) - done[i])
+                if count:
+                    parts.append((i, count))
+                    room -= count
+            trees = [TokenTree.chain(prompts_ids[i][done[i] : done[i] + count]) for i, count in parts]
+            verify, streams_TMD = self._run(cache, trees, [rows[i] for i, _ in parts], want_logits=False)
+            cache.commit(verify, [range(count) for _, count in parts])
+            end = 0
+            for i, count in parts:
+                end, done[i] = end + count, done[i] + count
+                if done[i] == len(prompts_ids[i]):
+                    last[i] = streams_TMD[end - 1]
+        return self.logits(torch.stack([last[i] for i in range(len(rows))]))
+
+    @torch.no_grad()
+    def verify(self, cache: Cache, trees: Sequence[TokenTree], *, rows: Sequence[int] | None = None) -> Verification:
+        """Process one tree a row (rows 0 .. by default); persistent rows are untouched until `cache.commit`.
+
+        Raises ValueError, before anything is written, for a token id out of range, more nodes than the cache's
+        `max_nodes`, or a tree that reaches beyond `max_length`.
+        """
+        rows = list(range(len(trees)) if rows is None else rows)
+        cache.check_rows(rows)
+        if not trees or len(rows) != len(trees):
+            raise ValueError(f"Verify needs one tree a row and at least one, got {len(trees)} trees, {len(rows)} rows.")
+        num_nodes = sum(map(len, trees))
+        if num_nodes > cache.shape.max_nodes:
+            raise ValueError(
+                f"These trees have {num_nodes} nodes, more than the cache's {cache.shape.max_nodes}: "
+                "make it with a larger max_nodes."
+            )
+        for row, tree in zip(rows, trees, strict=True):
+            self.check_tokens(tree.tokens)
+            if cache.lengths[row] + max(tree.depths) + 1 > cache.shape.max_length:
+                raise ValueError(
+                    f"A tree of depth {max(tree.depths)} does not fit after the {cache.lengths[row]} tokens of row {row}: "
+                    f"make a cache with a max_length above {cache.shape.max_length}."
+                )
+        return self._run(cache, trees, rows, want_logits=True)[0]
+
+    def _run(
+        self, cache: Cache, trees: Sequence[TokenTree], rows: Sequence[int], *, want_logits: bool
+    ) -> tuple[Verification, torch.Tensor]:
+        ticket = cache.next_ticket()
+        starts = [cache.lengths[row] for row in rows]
+        plan = make_plan(cache.spec, cache.shape, trees, rows, starts, cache.device)
+        streams_TMD = self(plan, Scratch(cache))
+        logits_TV = self.logits(streams_TMD) if want_logits else streams_TMD.new_empty((0, self.vocab_size))
+        verify = Verification(trees=tuple(trees), rows=tuple(rows), logits=logits_TV, plan=plan, ticket=ticket)
+        return verify, streams_TMD
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, RowPlan]:
+        """Streams `[T, M, D]` of whole sequences in one differentiable chain pass, and their plan. For training."""
+        longest = max(map(len, sequences))
+        shape = CacheShape(
+            batch_size=len(sequences), max_length=longest, max_nodes=1, prefill_chunk=1, max_draft_nodes=1
+        )
+        cache = Cache(self.state_spec(), shape, self.device)
+        trees = [TokenTree.chain(sequence) for sequence in sequences]
+        plan = make_plan(cache.spec, shape, trees, range(len(trees)), [0] * len(trees), self.device)
+        return self(plan, Scratch(cache, out_of_place=True)), plan

@@ -1,0 +1,52 @@
+"""The lightning indexer: score compressed entries for each node, and choose among them (paper section 2.3.1).
+
+R = pool rows, T = nodes, H = index heads, I = index head width, N = most entries a node sees, X = most entries closed
+by a node's own ancestors in this round, K = entries chosen
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from compressed_spec.kernels.gather import gather_rows
+
+
+def index_scores(
+    q_THI: torch.Tensor,
+    weights_TH: torch.Tensor,
+    keys_RI: torch.Tensor,
+    spans: Sequence[tuple[int, int, int, int]],
+    extra_rows_TX: torch.Tensor,
+    num_entries: int,
+) -> torch.Tensor:
+    """`sum_h w_h relu(q_h . k_j)` as `[T, N]`, column = entry index; -inf where a node does not see the entry.
+
+    `spans` has one (first node, end node, base row, count) a sequence: its nodes see the contiguous committed rows
+    base .. base + count, then their own `extra_rows_TX` (-1 = nothing), which continue the count.
+    """
+    scores_TN = q_THI.new_full((q_THI.shape[0], num_entries), float("-inf"))
+    for first, end, base, count in spans:
+        committed = torch.relu(torch.matmul(q_THI[first:end], keys_RI[base : base + count].T))
+        scores_TN[first:end, :count] = torch.einsum("thn,th->tn", committed, weights_TH[first:end])
+        num_extra = min(extra_rows_TX.shape[1], num_entries - count)
+        rows = extra_rows_TX[first:end, :num_extra]
+        own = torch.relu(torch.einsum("thi,txi->thx", q_THI[first:end], gather_rows(keys_RI, rows)))
+        own = torch.einsum("thx,th->tx", own, weights_TH[first:end])
+        scores_TN[first:end, count : count + num_extra] = own.masked_fill(rows < 0, float("-inf"))
+    return scores_TN
+
+
+def select_entries(scores_TN: torch.Tensor, k: int) -> torch.Tensor:
+    """Entry indices `[T, K]`, ascending, -1 after the last: the k best by (score descending, index ascending).
+
+    The tie rule makes the choice a function of the node alone: it does not depend on how many columns there are.
+    """
+    num_nodes, num_entries = scores_TN.shape
+    k = min(k, num_entries)
+    kth = scores_TN.topk(k, dim=-1, sorted=True).values[:, -1:]
+    better, tied = scores_TN > kth, scores_TN == kth
+    room = k - better.sum(-1, keepdim=True)
+    chosen = (better | (tied & (tied.cumsum(-1) <= room))) & (scores_TN > float("-inf"))
+    slots = torch.where(chosen, chosen.cumsum(-1) - 1, k)
+    entries = torch.arange(num_entries, device=scores_TN.device).expand(num_nodes, -1)
+    return entries.new_full((num_nodes, k + 1), -1).scatter_(1, slots, entries)[:, :k]

@@ -1,0 +1,100 @@
+"""One decoder block: attention and mixture of experts, each between a collapse and an expansion of the streams.
+
+T = nodes, M = residual streams, D = model width, E = experts, F = expert width
+"""
+
+import torch
+from torch import nn
+
+from compressed_spec.kernels.hyper_connection import collapse, expand
+from compressed_spec.kernels.moe import Routing, route, routed_experts, router_scores, swiglu
+from compressed_spec.models.deepseek_v4.attention import Attention, AttentionRound
+from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, LayerSpec
+from compressed_spec.models.deepseek_v4.modules import HyperConnected, Norm, Precision, linear
+
+
+class Gate(nn.Module):
+    """The router: by score with a selection bias, or by a table of token ids (hash-routed layers)."""
+
+    def __init__(self, config: DeepseekV4Config, hash_routed: bool, precision: Precision) -> None:
+        super().__init__()
+        self.topk, self.scaling = config.num_experts_per_tok, config.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, dtype=precision.wide))
+        self.hash_routed = hash_routed
+        if hash_routed:
+            self.register_buffer("tid2eid", torch.empty(config.vocab_size, self.topk, dtype=torch.int64))
+        else:
+            self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=precision.wide))
+
+    def forward(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> Routing:
+        scores_TE = router_scores(x_TD, self.weight)
+        if self.hash_routed:
+            experts_TK = self.get_buffer("tid2eid")[tokens_T]
+        else:
+            experts_TK = (scores_TE + self.bias).topk(self.topk, dim=-1).indices
+        return route(scores_TE, experts_TK, self.scaling)
+
+
+class SharedExperts(nn.Module):
+    """The expert that every token takes; w1 = gate, w3 = up, w2 = down."""
+
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.limit = config.swiglu_limit
+        self.w1 = linear(config.hidden_size, config.moe_intermediate_size, dtype)
+        self.w2 = linear(config.moe_intermediate_size, config.hidden_size, dtype)
+        self.w3 = linear(config.hidden_size, config.moe_intermediate_size, dtype)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.w2(swiglu(self.w1(x_TD), self.w3(x_TD), self.limit))
+        return output
+
+
+class Experts(nn.Module):
+    """The routed experts' weights, stacked: w13 is gate then up."""
+
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        num, width, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.w13 = nn.Parameter(torch.empty(num, 2 * inner, width, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(num, width, inner, dtype=dtype))
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared one."""
+
+    def __init__(self, config: DeepseekV4Config, hash_routed: bool, precision: Precision) -> None:
+        super().__init__()
+        self.limit = config.swiglu_limit
+        self.gate = Gate(config, hash_routed, precision)
+        self.experts = Experts(config, precision.dtype)
+        self.shared_experts = SharedExperts(config, precision.dtype)
+
+    def forward(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        routing = self.gate(x_TD, tokens_T)
+        routed_TD = routed_experts(x_TD, routing, self.experts.w13, self.experts.w2, self.limit)
+        return (routed_TD + self.shared_experts(x_TD).to(routed_TD.dtype)).to(x_TD.dtype)
+
+
+class Block(HyperConnected):
+    """One layer of the stack."""
+
+    def __init__(
+        self, config: DeepseekV4Config, spec: LayerSpec, layer: int, compressed_layer: int, precision: Precision
+    ) -> None:
+        super().__init__(config, precision)
+        self.attn_norm = Norm(config.hidden_size, config.rms_norm_eps, precision)
+        self.ffn_norm = Norm(config.hidden_size, config.rms_norm_eps, precision)
+        self.add_site("attn")
+        self.add_site("ffn")
+        self.attn = Attention(config, spec, layer, compressed_layer, precision)
+        self.ffn = MoE(config, spec.hash_routed, precision)
+
+    def forward(self, streams_TMD: torch.Tensor, tokens_T: torch.Tensor, here: AttentionRound) -> torch.Tensor:
+        """The streams after this layer; writes the nodes' rows."""
+        mix = self.mix("attn", streams_TMD)
+        attended_TD = self.attn(self.attn_norm(collapse(streams_TMD, mix.pre_TM)), here)
+        streams_TMD = expand(attended_TD, streams_TMD, mix)
+        mix = self.mix("ffn", streams_TMD)
+        fed_TD = self.ffn(self.ffn_norm(collapse(streams_TMD, mix.pre_TM)), tokens_T)
+        return expand(fed_TD, streams_TMD, mix)

@@ -1,0 +1,106 @@
+"""A DeepSeek-V4 checkpoint on disk, described without reading any weight."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, parse_config
+from compressed_spec.models.deepseek_v4.json_fields import read_list, read_section
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind, Layout
+from compressed_spec.models.deepseek_v4.safetensors_folder import TensorInfo, read_json_object, scan_folder
+
+__all__ = ["Checkpoint", "DraftHeadKind", "Layout", "TensorInfo", "open_checkpoint", "read_checkpoint", "some_of"]
+
+# What is fetched from the hub: weights in safetensors and plain data. Never pickles, never code.
+_ALLOW_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Config, tensor headers and what follows from them. `problems` lists faults of the files themselves."""
+
+    folder: Path
+    config: DeepseekV4Config
+    layout: Layout
+    draft_head: DraftHeadKind
+    weight_block_size: tuple[int, int] | None  # rows, columns of an FP8 scale block, as config.json declares it
+    tensors: Mapping[str, TensorInfo]
+    problems: tuple[str, ...]
+
+
+def open_checkpoint(path_or_repo_id: str | Path) -> Checkpoint:
+    """Describe a checkpoint: a local folder, or a Hugging Face repo id, which is downloaded (safetensors only).
+
+    Raises:
+        ValueError: no such folder or repo, no safetensors weights, a missing or damaged file, an unusable config.
+    """
+    checkpoint = read_checkpoint(path_or_repo_id)
+    if checkpoint.problems:
+        raise ValueError(f"{checkpoint.folder} cannot be read: {some_of(checkpoint.problems)}")
+    return checkpoint
+
+
+def read_checkpoint(path_or_repo_id: str | Path) -> Checkpoint:
+    """As `open_checkpoint`, but faults of single files end up in `problems` instead of raising."""
+    folder = _resolve_folder(path_or_repo_id)
+    raw = read_json_object(folder / "config.json")
+    config = parse_config(raw)
+    scan = scan_folder(folder)
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        layout=detect_layout(scan.tensors),
+        draft_head=detect_draft_head(scan.tensors),
+        weight_block_size=_weight_block_size(raw),
+        tensors=scan.tensors,
+        problems=scan.problems,
+    )
+
+
+def detect_layout(tensors: Mapping[str, TensorInfo]) -> Layout:
+    """transformers puts the body below `model.`; upstream has no such prefix."""
+    return Layout.TRANSFORMERS if any(name.startswith("model.") for name in tensors) else Layout.UPSTREAM
+
+
+def detect_draft_head(tensors: Mapping[str, TensorInfo]) -> DraftHeadKind:
+    """Told by the projection that feeds the head: `e_proj` for MTP, `main_proj` for DSpark."""
+    if "mtp.0.e_proj.weight" in tensors:
+        return DraftHeadKind.MTP
+    return DraftHeadKind.DSPARK if "mtp.0.main_proj.weight" in tensors else DraftHeadKind.NONE
+
+
+def some_of(items: tuple[str, ...], limit: int = 3) -> str:
+    """The first few of many, and how many more."""
+    more = f"; and {len(items) - limit} more" if len(items) > limit else ""
+    return "; ".join(items[:limit]) + more
+
+
+def _resolve_folder(path_or_repo_id: str | Path) -> Path:
+    path = Path(path_or_repo_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{path} is a file: give the folder that holds config.json and the weights")
+    repo_id = str(path_or_repo_id)
+    if isinstance(path_or_repo_id, Path) or repo_id.startswith((".", "~", "/")) or repo_id.count("/") != 1:
+        raise ValueError(f"{path} does not exist: give a checkpoint folder or a Hugging Face repo id")
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_ALLOW_PATTERNS))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = type(error).__name__
+        raise ValueError(
+            f"{repo_id} is no folder here and cannot be had from the Hugging Face hub ({reason})"
+        ) from error
+
+
+def _weight_block_size(raw: Mapping[str, object]) -> tuple[int, int] | None:
+    sizes = read_list(read_section(raw, "quantization_config") or {}, "weight_block_size", length=2)
+    if sizes is None:
+        return None
+    rows, cols = sizes
+    if type(rows) is not int or type(cols) is not int or rows < 1 or cols < 1:
+        raise ValueError(f"quantization_config.weight_block_size is {list(sizes)!r}: it needs two positive integers")
+    return rows, cols
