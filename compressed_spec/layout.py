@@ -43,14 +43,19 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """All state of a model. head_layers: layers of its draft head, 0 without one; stream_dim: its pending stream."""
+    """All state of a model.
+
+    head_layers: layers of its draft head, 0 without one. num_streams, model_dim: the residual streams of a token, of
+    which the draft head's next row is made.
+    """
 
     sliding_window: int
     num_layers: int
     head_dim: int
     compressions: tuple[Compression, ...]
     head_layers: int
-    stream_dim: int
+    num_streams: int
+    model_dim: int
     dtype: torch.dtype
     buffer_dtype: torch.dtype
 
@@ -120,7 +125,7 @@ def pool_specs(spec: StateSpec, max_length: int) -> Iterator[PoolSpec]:
         yield PoolSpec(
             name="pending_stream",
             num_layers=1,
-            dim=spec.stream_dim,
+            dim=spec.num_streams * spec.model_dim,
             dtype=dtype,
             addressing=Addressing.SINGLE,
             per_sequence=1,

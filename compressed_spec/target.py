@@ -38,6 +38,7 @@ class TargetModel(nn.Module, ABC):
 
     vocab_size: int
     max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
 
     @abstractmethod
     def state_spec(self) -> StateSpec:

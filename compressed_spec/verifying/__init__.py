@@ -29,9 +29,7 @@ __all__ = [
 
 
 def make_verifier(name: str) -> Verifier:
-    """The verifier of this name, for temperatures above 0 (at 0, `GreedyVerifier`). Raises ValueError for an unknown
-    name.
-    """
+    """The verifier of this name, for temperatures above 0; at 0 it is `GreedyVerifier`. Raises ValueError if unknown."""
     verifiers: list[Verifier] = [
         CoupledVerifier(),
         TargetVerifier(),

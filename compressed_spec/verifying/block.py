@@ -47,7 +47,7 @@ class BlockVerifier:
         for node in range(last - 1, -1, -1):
             rest_V = residual(p[node], q[node], weights[node])
             mass = float(rest_V.sum())
-            if mass > 0 and coins.accept(mass / (mass + 1 - weights[node])):
+            if mass > 0 and coins.accept(mass / (mass + (1 - weights[node]))):
                 return Acceptance(path=tuple(range(node + 1)), next_token=coins.choose(rest_V))
         # The root's weight is 1, so it passes unless it has no residual: then p = q there up to rounding, and p is
         # the law.

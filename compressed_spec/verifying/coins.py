@@ -61,8 +61,6 @@ def verify_coins(seed: int, position: int) -> UniformCoins:
 
 
 def draft_coins(seed: int, position: int) -> UniformCoins:
-    """The coins that draw one tree of sampled drafts, independent of those that verify it. `position` as for
-    `verify_coins`.
-    """
+    """The coins that draw one tree of sampled drafts, independent of `verify_coins` at the same position."""
     numbers = uniforms(seed, Stream.DRAFT, position)
     return UniformCoins(accept_uniforms=numbers, choose_uniforms=numbers, seed=seed, position=position)

@@ -91,7 +91,7 @@ class Verifier(Protocol):
 
 
 def descend(tree: TokenTree, pick: Callable[[int, int], int]) -> Acceptance:
-    """Walk from the root: at each node, known by id and depth, the target picks a token; follow it while it is drafted."""
+    """Walk from the root: at each node (id, depth) the target picks a token; follow it while it is drafted."""
     path = [0]
     while True:
         token = pick(path[-1], len(path) - 1)

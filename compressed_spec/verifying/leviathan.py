@@ -17,9 +17,7 @@ from compressed_spec.verifying.interface import (
 
 
 class LeviathanVerifier:
-    """Accepts x with min(1, p(x) / q(x)); the first rejection draws from the normalised (p - q)+, none from p.
-    Sampled chains.
-    """
+    """Sampled chains. Accepts x with min(1, p(x) / q(x)); the first rejection draws from the normalised (p - q)+."""
 
     name = "leviathan"
 

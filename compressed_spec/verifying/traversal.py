@@ -35,9 +35,7 @@ class _Node:
 
 
 class TraversalVerifier:
-    """Accepts the first leaf-to-root path that passes. Sampled trees of fixed topology, siblings iid or without
-    replacement.
-    """
+    """Sampled trees of fixed topology, siblings iid or without replacement. Accepts the first path that passes."""
 
     name = "traversal"
 
@@ -76,7 +74,7 @@ class TraversalVerifier:
         mass = float(rest_V.sum())
         if mass > 0:
             parent.p_V = rest_V / mass
-            parent.weight = mass / (mass + 1 - parent.weight)
+            parent.weight = mass / (mass + (1 - parent.weight))
         elif parent.weight < 1:
             parent.weight = 0.0  # nothing is left to accept under this node; its law no longer matters
         # else: weight 1 and no residual, so p = q up to rounding, and p stays the law

@@ -1,6 +1,6 @@
 """A DeepSeek-V4 checkpoint on disk, described without reading any weight."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,10 @@ _ALLOW_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Config, tensor headers and what follows from them. `problems` lists faults of the files themselves."""
+    """Config, tensor headers and what follows from them.
+
+    `problems` lists faults of the files themselves, `unreadable` the tensors that they put out of reach.
+    """
 
     folder: Path
     config: DeepseekV4Config
@@ -28,6 +31,7 @@ class Checkpoint:
     draft_head: DraftHeadKind
     weight_block_size: tuple[int, int] | None  # rows, columns of an FP8 scale block, as config.json declares it
     tensors: Mapping[str, TensorInfo]
+    unreadable: frozenset[str]
     problems: tuple[str, ...]
 
 
@@ -49,27 +53,30 @@ def read_checkpoint(path_or_repo_id: str | Path) -> Checkpoint:
     raw = read_json_object(folder / "config.json")
     config = parse_config(raw)
     scan = scan_folder(folder)
+    names = scan.tensors.keys() | scan.unreadable
     return Checkpoint(
         folder=folder,
         config=config,
-        layout=detect_layout(scan.tensors),
-        draft_head=detect_draft_head(scan.tensors),
+        layout=detect_layout(names),
+        draft_head=detect_draft_head(names),
         weight_block_size=_weight_block_size(raw),
         tensors=scan.tensors,
+        unreadable=scan.unreadable,
         problems=scan.problems,
     )
 
 
-def detect_layout(tensors: Mapping[str, TensorInfo]) -> Layout:
+def detect_layout(names: Iterable[str]) -> Layout:
     """transformers puts the body below `model.`; upstream has no such prefix."""
-    return Layout.TRANSFORMERS if any(name.startswith("model.") for name in tensors) else Layout.UPSTREAM
+    return Layout.TRANSFORMERS if any(name.startswith("model.") for name in names) else Layout.UPSTREAM
 
 
-def detect_draft_head(tensors: Mapping[str, TensorInfo]) -> DraftHeadKind:
+def detect_draft_head(names: Iterable[str]) -> DraftHeadKind:
     """Told by the projection that feeds the head: `e_proj` for MTP, `main_proj` for DSpark."""
-    if "mtp.0.e_proj.weight" in tensors:
+    found = set(names)
+    if "mtp.0.e_proj.weight" in found:
         return DraftHeadKind.MTP
-    return DraftHeadKind.DSPARK if "mtp.0.main_proj.weight" in tensors else DraftHeadKind.NONE
+    return DraftHeadKind.DSPARK if "mtp.0.main_proj.weight" in found else DraftHeadKind.NONE
 
 
 def some_of(items: tuple[str, ...], limit: int = 3) -> str:

@@ -31,6 +31,7 @@ class DeepseekV4(TargetModel, HyperConnected):
     def __init__(self, config: DeepseekV4Config, *, with_mtp: bool, dtype: torch.dtype) -> None:
         super().__init__(config, Precision(dtype=dtype))
         self.vocab_size, self.max_position_embeddings = config.vocab_size, config.max_position_embeddings
+        self.eos_token_ids = config.eos_token_ids
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         seen: Counter[Compression | None] = Counter()
         layers = []
@@ -70,7 +71,8 @@ class DeepseekV4(TargetModel, HyperConnected):
             head_dim=config.head_dim,
             compressions=tuple(replace(kind, num_layers=count) for kind, count in kinds.items()),
             head_layers=len(self.mtp),
-            stream_dim=config.hc_mult * config.hidden_size,
+            num_streams=config.hc_mult,
+            model_dim=config.hidden_size,
             dtype=self.precision.dtype,
             buffer_dtype=self.precision.wide,
         )

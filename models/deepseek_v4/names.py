@@ -17,6 +17,9 @@ Shape = tuple[int, ...]
 IGNORED_COPIES = frozenset({"mtp.0.emb.tok_emb.weight", "mtp.0.head.weight"})
 
 
+_DRAFT_LAYER = LayerSpec(kind=AttentionKind.SLIDING, ratio=0, hash_routed=False)
+
+
 class DraftHeadKind(StrEnum):
     """Which draft head a checkpoint carries; told by its tensors, because config.json does not say."""
 
@@ -33,22 +36,38 @@ class Layout(StrEnum):
 
 
 def expected_parameters(config: DeepseekV4Config, draft_head: DraftHeadKind) -> dict[str, Shape]:
-    """Every parameter and persistent buffer of the model, name to shape, in the model's order.
+    """Every parameter and persistent buffer of the model, name to shape.
 
-    A DSPARK head has no parameters yet: its tensors are known but not loaded.
+    A DSPARK head has no parameters yet: its tensors (`dspark_tensors`) are checked but not loaded.
     """
-    v, d, m = config.vocab_size, config.hidden_size, config.hc_mult
+    v, d = config.vocab_size, config.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (v, d)}
     for i, layer in enumerate(config.layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _block(config, layer).items()}
     shapes |= _head(config)
     shapes["head.weight"] = (v, d)
     if draft_head is DraftHeadKind.MTP:
-        block = _block(config, LayerSpec(kind=AttentionKind.SLIDING, ratio=0, hash_routed=False))
+        block = _block(config, _DRAFT_LAYER)
         block |= {f"{name}.weight": (d, d) for name in ("e_proj", "h_proj")}
         block |= {f"{name}.weight": (d,) for name in ("enorm", "hnorm")}
         shapes |= {f"mtp.0.{name}": shape for name, shape in {**block, **_head(config)}.items()}
-    assert m > 0
+    return shapes
+
+
+def dspark_tensors(config: DeepseekV4Config, num_stages: int) -> dict[str, Shape]:
+    """What a DSpark head of `num_stages` blocks consists of, name to shape, its experts stacked as in the model."""
+    assert config.dspark is not None, "a DSpark head needs the dspark_* keys of config.json"
+    v, d, rank = config.vocab_size, config.hidden_size, config.dspark.markov_rank
+    shapes: dict[str, Shape] = {}
+    for stage in range(num_stages):
+        block = _block(config, _DRAFT_LAYER)
+        if stage == 0:
+            block |= {"main_proj.weight": (d, d * len(config.dspark.target_layer_ids)), "main_norm.weight": (d,)}
+        if stage == num_stages - 1:
+            block |= _head(config)
+            block |= {f"markov_head.{name}.weight": (v, rank) for name in ("markov_w1", "markov_w2")}
+            block["confidence_head.proj.weight"] = (1, d + rank)
+        shapes |= {f"mtp.{stage}.{name}": shape for name, shape in block.items()}
     return shapes
 
 
@@ -162,4 +181,44 @@ def upstream_name(name: str, layout: Layout) -> str:
     if layout is Layout.TRANSFORMERS:
         for pattern, replacement in _FROM_TRANSFORMERS:
             name = pattern.sub(replacement, name)
+    return name
+
+
+# Upstream leaf names to transformers', for writing; order as in `_FROM_TRANSFORMERS`, the other way round.
+_TO_TRANSFORMERS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\.experts\.w13\.weight$", ".experts.gate_up_proj"),
+        (r"\.experts\.w2\.weight$", ".experts.down_proj"),
+        (r"\.shared_experts\.w1\.", ".shared_experts.gate_proj."),
+        (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
+        (r"\.shared_experts\.w3\.", ".shared_experts.up_proj."),
+        (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+        (r"\.indexer\.weights_proj\.", ".compressor.indexer.scorer.weights_proj."),
+        (r"\.indexer\.wq_b\.", ".compressor.indexer.q_b_proj."),
+        (r"\.indexer\.compressor\.", ".compressor.indexer."),
+        (r"(\.compressor(?:\.indexer)?)\.norm\.", r"\1.kv_norm."),
+        (r"\.ape$", ".position_bias"),
+        (r"\.attn_sink$", ".sinks"),
+        (r"\.wgate\.", ".gate_proj."),
+        (r"\.wkv\.", ".kv_proj."),
+        (r"\.q_norm\.", ".q_a_norm."),
+        (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
+        (r"\.attn_norm\.", ".input_layernorm."),
+        (r"\.ffn_norm\.", ".post_attention_layernorm."),
+        (r"\.hc_(attn|ffn)_", r".\1_hc."),
+        (r"\.attn\.", ".self_attn."),
+        (r"\.ffn\.", ".mlp."),
+        (r"^hc_head_", "hc_head.hc_"),
+        (r"^embed\.", "embed_tokens."),
+        (r"^", "model."),
+        (r"^model\.head\.", "lm_head."),
+    )
+)
+
+
+def transformers_name(name: str) -> str:
+    """transformers' name of an unquantised tensor given its upstream name; inverse of `upstream_name`."""
+    for pattern, replacement in _TO_TRANSFORMERS:
+        name = pattern.sub(replacement, name)
     return name

@@ -21,7 +21,9 @@ def _rope_sections(raw: Mapping[str, object]) -> dict[str, Mapping[str, object]]
     nested = read_section(raw, "rope_parameters")
     flat = read_section(raw, "rope_scaling")
     if nested is None or not {"main", "compress"} & nested.keys():
-        return {"main": {}, "compress": flat or nested or {}}
+        scaling = dict(flat or nested or {})
+        base = scaling.pop("rope_theta", None)  # transformers adds the uncompressed layers' base to a flat section
+        return {"main": {} if base is None else {"rope_theta": base}, "compress": scaling}
     if flat is not None:
         raise ValueError("rope_scaling and rope_parameters are both in config.json: drop rope_scaling")
     return {label: read_section(nested, label) or {} for label in ("main", "compress")}

@@ -34,9 +34,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderScan:
-    """Tensors by name, sorted, and everything that is wrong with the files, one sentence each."""
+    """Tensors by name, sorted, and everything that is wrong with the files, one sentence each.
+
+    `unreadable` names the tensors that those faults concern; they are not in `tensors`.
+    """
 
     tensors: Mapping[str, TensorInfo]
+    unreadable: frozenset[str]
     problems: tuple[str, ...]
 
 
@@ -64,25 +68,31 @@ def scan_folder(folder: Path) -> FolderScan:
     files = sorted(set(weight_map.values())) if weight_map is not None else [_lone_file(folder)]
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
-    unread: set[str] = set()
+    unreadable: set[str] = set()
     for file in files:
         try:
             found = read_header(folder / file)
         except ValueError as error:
             problems.append(str(error))
-            unread.add(file)
+            unreadable |= {name for name, listed in (weight_map or {}).items() if listed == file}
             continue
         for name, info in found.items():
             if weight_map is not None and weight_map.get(name) != file:
                 listed = weight_map.get(name)
                 where = f"lists it in {listed}" if listed else "does not list it"
                 problems.append(f"{file} holds {name} but {INDEX_NAME} {where}: use the index that came with the files")
+                unreadable.add(name)
             else:
                 tensors[name] = info
     for name, file in (weight_map or {}).items():
-        if file not in unread and name not in tensors:
+        if name not in tensors and name not in unreadable:
+            unreadable.add(name)
             problems.append(f"{INDEX_NAME} lists {name} in {file}, which does not hold it: download the file again")
-    return FolderScan(tensors=dict(sorted(tensors.items())), problems=tuple(problems))
+    return FolderScan(
+        tensors=dict(sorted(tensors.items())),
+        unreadable=frozenset(unreadable - tensors.keys()),
+        problems=tuple(problems),
+    )
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from compressed_spec.kernels.dequantize import FP4_GROUP
-from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, DraftHeadKind
-from compressed_spec.models.deepseek_v4.names import IGNORED_COPIES, Shape, expected_parameters, upstream_name
+from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, DraftHeadKind, Layout
+from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
+from compressed_spec.models.deepseek_v4.names import (
+    IGNORED_COPIES,
+    Shape,
+    dspark_tensors,
+    expected_parameters,
+    transformers_name,
+    upstream_name,
+)
 
 DSPARK_NOTICE = "the checkpoint's DSpark draft head is not supported yet: its mtp.* tensors are not loaded"
 
@@ -19,6 +27,7 @@ _FLOATS = ("BF16", "F16", "F32", "F64")
 _SCALES = ("F8_E8M0", "F32", "BF16")
 _IDS = ("I64", "I32")
 _DEFAULT_BLOCK = (128, 128)
+_REMEDIES = {"head.weight": " (a head tied to the embedding is not supported: store it)"}
 
 
 class StorageFormat(StrEnum):
@@ -62,7 +71,8 @@ def plan_weights(checkpoint: Checkpoint) -> WeightPlan:
         parameter: tuple(planner.pieces(parameter, shape))
         for parameter, shape in expected_parameters(checkpoint.config, checkpoint.draft_head).items()
     }
-    return WeightPlan(sources=sources, ignored=tuple(planner.take_ignored()), problems=planner.all_problems())
+    planner.set_aside_drafter(checkpoint.config)
+    return WeightPlan(sources=sources, ignored=tuple(planner.ignored), problems=planner.all_problems())
 
 
 class _Planner:
@@ -70,7 +80,7 @@ class _Planner:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.tensors
-        self._draft_head = checkpoint.draft_head
+        self._draft_head, self._layout = checkpoint.draft_head, checkpoint.layout
         self._blocks = [b for b in (checkpoint.weight_block_size, _DEFAULT_BLOCK) if b is not None]
         self._problems: list[str] = []
         self._stored: dict[str, str] = {}  # upstream name -> stored name
@@ -80,7 +90,9 @@ class _Planner:
                 self._problems.append(f"{name} and {self._stored[canonical]} are the same tensor: keep one")
             else:
                 self._stored[canonical] = name
+        self._unreadable = {upstream_name(name, checkpoint.layout) for name in checkpoint.unreadable}
         self._unclaimed = dict.fromkeys(self._stored)
+        self.ignored: list[str] = []
 
     def pieces(self, parameter: str, shape: Shape) -> Iterator[Piece]:
         if not parameter.endswith((".experts.w13", ".experts.w2")):
@@ -104,14 +116,28 @@ class _Planner:
                 if piece is not None:
                     yield _at(piece, source_expert=None, expert=e, row_start=i * height, row_stop=(i + 1) * height)
 
-    def take_ignored(self) -> list[str]:
-        """Tensors that are known and deliberately left out; see `IGNORED_COPIES` and `DSPARK_NOTICE`."""
-        known = IGNORED_COPIES if self._draft_head is DraftHeadKind.MTP else frozenset()
-        dspark = self._draft_head is DraftHeadKind.DSPARK
-        names = [name for name in self._unclaimed if name in known or (dspark and name.startswith("mtp."))]
+    def set_aside_drafter(self, config: DeepseekV4Config) -> None:
+        """Move what is known and deliberately not loaded to `ignored`: see `IGNORED_COPIES` and `DSPARK_NOTICE`.
+
+        A DSpark head is held to its names and shapes all the same, so that a damaged one does not pass.
+        """
+        if self._draft_head is DraftHeadKind.MTP:
+            names = [name for name in self._unclaimed if name in IGNORED_COPIES]
+        elif self._draft_head is DraftHeadKind.NONE:
+            names = []
+        elif config.dspark is None:
+            names = [name for name in self._unclaimed if name.startswith("mtp.")]
+            self._problems.append("config.json lacks the dspark_* keys of the DSpark head that the weights hold")
+        else:
+            names = [name for name in self._unclaimed if name.startswith("mtp.")]
+            stages = {name.split(".")[1] for name in names}
+            for parameter, shape in dspark_tensors(config, len(stages)).items():
+                for _ in self.pieces(parameter, shape):
+                    pass
+            names = [name for name in names if name not in self._unclaimed]
         for name in names:
-            del self._unclaimed[name]
-        return [self._stored[name] for name in names]
+            self._unclaimed.pop(name, None)
+        self.ignored = [self._stored[name] for name in names]
 
     def all_problems(self) -> tuple[str, ...]:
         extra = [f"{self._stored[name]} is not a tensor of this architecture" for name in self._unclaimed]
@@ -124,13 +150,14 @@ class _Planner:
         self._unclaimed.pop(name, None)
         if stored is None:
             self._unclaimed.pop(scale_name, None)
-            self._problems.append(f"{name} is missing")
+            if name not in self._unreadable:
+                self._problems.append(f"{self._spoken(name)} is missing{_REMEDIES.get(name, '')}")
             return None
         info = self._tensors[stored]
         quantized = name.endswith(".weight") and len(shape) > 1
         if quantized and info.dtype in ("F8_E4M3", "I8"):
             self._unclaimed.pop(scale_name, None)
-            return self._quantized(stored, self._stored.get(scale_name), shape)
+            return self._quantized(stored, scale_name, shape)
         dtypes = _IDS if name.endswith(".tid2eid") else _FLOATS
         if info.dtype not in dtypes:
             self._problems.append(f"{stored} has dtype {info.dtype}, which is none of {', '.join(dtypes)}")
@@ -145,15 +172,17 @@ class _Planner:
             return Piece(tensor=stored, format=StorageFormat.PLAIN)
         return None
 
-    def _quantized(self, stored: str, scale: str | None, shape: Shape) -> Piece | None:
+    def _quantized(self, stored: str, scale_name: str, shape: Shape) -> Piece | None:
         *lead, rows, cols = shape
         fp4 = self._tensors[stored].dtype == "I8"
         stored_shape = (*lead, rows, cols // 2) if fp4 else shape
         if self._tensors[stored].shape != stored_shape or (fp4 and cols % FP4_GROUP):
             self._wrong_shape(stored, stored_shape)
             return None
+        scale = self._stored.get(scale_name)
         if scale is None:
-            self._problems.append(f"{stored} is {self._tensors[stored].dtype} but its scale is missing")
+            if scale_name not in self._unreadable:
+                self._problems.append(f"{stored} is {self._tensors[stored].dtype} but its scale is missing")
             return None
         info = self._tensors[scale]
         if info.dtype not in _SCALES:
@@ -170,6 +199,10 @@ class _Planner:
                 return Piece(tensor=stored, format=StorageFormat.FP8, scale=scale, block=block)
         self._wrong_shape(scale, *grids.values())
         return None
+
+    def _spoken(self, name: str) -> str:
+        """A missing tensor's name as this checkpoint would spell it."""
+        return transformers_name(name) if self._layout is Layout.TRANSFORMERS else name
 
     def _wrong_shape(self, stored: str, *expected: Shape) -> None:
         wanted = " or ".join(str(list(shape)) for shape in expected)

@@ -1,0 +1,292 @@
+"""The round: draft, verify, accept, commit; and the rows that join and leave between rounds.
+
+B = batch rows, V = vocabulary
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from compressed_spec.accepting import Context, accept, first_tokens
+from compressed_spec.cache import Cache
+from compressed_spec.drafting.base import Drafter, DraftRequest, usable_tree
+from compressed_spec.noise import gumbel_noise, seed_tensor
+from compressed_spec.sampling_params import SamplingParams
+from compressed_spec.stats import StageClock, StatsBuilder
+from compressed_spec.target import TargetModel
+from compressed_spec.tree import TokenTree, TreeShape
+from compressed_spec.verifying import DraftTree, Proposal, Verifier
+
+StopCheck = Callable[[Sequence[int]], int | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One text to continue.
+
+    stop_token_ids: end the text, included in it. stop_check: told the tokens of each round, says how many of them to
+    keep if the text ends there (stop strings), else None.
+    """
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_new_tokens: int
+    stop_token_ids: frozenset[int]
+    stop_check: StopCheck | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens that a request emitted in one round.
+
+    request: its number, in order of submission. num_accepted: how many of them were drafted (they come first).
+    finish_reason: "stop" or "length" if it ends here.
+    """
+
+    request: int
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    finish_reason: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Active:
+    number: int
+    row: int
+    request: Request
+    output_ids: list[int] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        return self.request.max_new_tokens - len(self.output_ids)
+
+    @property
+    def context(self) -> Context:
+        return Context(
+            params=self.request.params,
+            prompt_ids=self.request.prompt_ids,
+            output_ids=self.output_ids,
+            eos_token_ids=tuple(self.request.stop_token_ids),
+        )
+
+
+def check_request(model: TargetModel, request: Request) -> None:
+    """Raise ValueError for an empty prompt, a token id out of range, or no token to generate."""
+    if not request.prompt_ids:
+        raise ValueError("A prompt is empty: give at least one token id, such as the BOS token.")
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}.")
+    model.check_tokens(request.prompt_ids)
+
+
+class Decoder:
+    """Decodes requests in the rows of one cache; more requests than rows wait for a free one.
+
+    shape None (or no drafter) is plain decoding: trees of one node. `stats[i]` counts request i.
+    Raises ValueError if a tree of `shape` does not fit the cache, or the verifier not what the drafter proposes.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        cache: Cache,
+        *,
+        drafter: Drafter | None,
+        shape: TreeShape | None,
+        verifier: Verifier,
+    ) -> None:
+        num_nodes = 1 if shape is None else shape.num_nodes
+        if num_nodes > cache.shape.max_nodes:
+            raise ValueError(
+                f"Trees of {num_nodes} nodes need a cache with max_nodes of at least that, not {cache.shape.max_nodes}."
+            )
+        self._model, self._cache, self._verifier = model, cache, verifier
+        self._drafter = None if shape is None else drafter
+        self._shape = shape
+        self._max_rows = min(cache.shape.batch_size, cache.shape.max_nodes // num_nodes)
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._active: list[_Active] = []
+        self._num_submitted = 0
+        self.clock = StageClock()
+        self.stats: dict[int, StatsBuilder] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._active)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its number. It joins when a row is free.
+
+        Raises ValueError for an empty prompt, a token id out of range, or a text longer than the cache.
+        """
+        check_request(self._model, request)
+        # The newest token is never processed, so the row ends one short of prompt + output.
+        length = len(request.prompt_ids) + request.max_new_tokens - 1
+        if length > self._cache.shape.max_length:
+            raise ValueError(
+                f"A prompt of {len(request.prompt_ids)} tokens with max_new_tokens {request.max_new_tokens} does not "
+                f"fit the cache's max_length {self._cache.shape.max_length}: shorten one of them."
+            )
+        number = self._num_submitted
+        self._num_submitted += 1
+        self.stats[number] = StatsBuilder()
+        self._waiting.append((number, request))
+        return number
+
+    def step(self) -> list[Chunk]:
+        """Let waiting requests into free rows, then run one round of those that are active."""
+        chunks = self._admit()
+        if self._active:
+            chunks += self._round()
+        return chunks
+
+    def close(self) -> None:
+        """Release all rows; whatever has not finished is dropped."""
+        self._waiting.clear()
+        for active in list(self._active):
+            self._leave(active)
+
+    def _admit(self) -> list[Chunk]:
+        busy = {active.row for active in self._active}
+        free = [row for row in range(self._cache.shape.batch_size) if row not in busy and not self._cache.lengths[row]]
+        joining = []
+        while self._waiting and free and len(self._active) + len(joining) < self._max_rows:
+            number, request = self._waiting.popleft()
+            joining.append(_Active(number=number, row=free.pop(0), request=request))
+        if not joining:
+            return []
+        self._active += joining  # before the prefill: an exception in it must not lose the rows
+        with self.clock.stage("prefill"):
+            logits_BV = self._model.prefill(
+                self._cache, [a.request.prompt_ids for a in joining], rows=[a.row for a in joining]
+            )
+        with self.clock.stage("sample"):
+            tokens = first_tokens(logits_BV, [a.context for a in joining])
+        chunks = []
+        for active, token in zip(joining, tokens, strict=True):
+            chunk = self._cut(active, [token])
+            active.output_ids.append(token)
+            if self._drafter is not None and chunk.finish_reason is None:
+                self._drafter.start(active.row, [*active.request.prompt_ids, token])
+            self._finish(active, chunk)
+            chunks.append(chunk)
+        return chunks
+
+    def _round(self) -> list[Chunk]:
+        active = list(self._active)
+        with self.clock.stage("draft"):
+            drafts = self._draft(active)
+        with self.clock.stage("verify"):
+            verify = self._model.verify(self._cache, [d.tree for d in drafts], rows=[a.row for a in active])
+        with self.clock.stage("sample"):
+            accepted = accept(verify.logits, drafts, [a.context for a in active], self._verifier)
+        chunks = [
+            self._cut(one, [*(draft.tree.tokens[node] for node in acceptance.path[1:]), acceptance.next_token])
+            for one, draft, acceptance in zip(active, drafts, accepted, strict=True)
+        ]
+        with self.clock.stage("commit"):
+            self._cache.commit(
+                verify, [a.path[: len(chunk.token_ids)] for a, chunk in zip(accepted, chunks, strict=True)]
+            )
+        # Texts grow only now: whatever raised before this point left every request as it was.
+        for one, draft, acceptance, chunk in zip(active, drafts, accepted, chunks, strict=True):
+            one.output_ids += chunk.token_ids
+            self.stats[one.number].observe(
+                num_nodes=len(draft.tree), num_accepted=len(acceptance.path) - 1, num_emitted=len(chunk.token_ids)
+            )
+            if self._drafter is not None:
+                self._drafter.observe(one.row, chunk.token_ids)
+            self._finish(one, chunk)
+        return chunks
+
+    def _cut(self, active: _Active, tokens: Sequence[int]) -> Chunk:
+        """A round's tokens (accepted ones, then one of the target's own), up to the text's end."""
+        kept = list(tokens[: active.remaining])
+        reason = "length" if len(kept) == active.remaining else None
+        for index, token in enumerate(kept):
+            if token in active.request.stop_token_ids:
+                kept, reason = kept[: index + 1], "stop"
+                break
+        if active.request.stop_check is not None:
+            count = active.request.stop_check(kept)
+            if count is not None:
+                kept, reason = kept[:count], "stop"
+        return Chunk(
+            request=active.number,
+            token_ids=tuple(kept),
+            num_accepted=min(len(tokens) - 1, len(kept)),
+            finish_reason=reason,
+        )
+
+    def _finish(self, active: _Active, chunk: Chunk) -> None:
+        if chunk.finish_reason is not None:
+            self._leave(active)
+            if self._drafter is not None:
+                self.stats[active.number].warn_if_silent(type(self._drafter).__name__)
+
+    def _leave(self, active: _Active) -> None:
+        self._active.remove(active)
+        self._cache.release(active.row)
+        if self._drafter is not None:
+            self._drafter.release(active.row)
+
+    def _draft(self, active: Sequence[_Active]) -> list[DraftTree]:
+        roots = [a.output_ids[-1] for a in active]
+        # Deeper nodes could only be cut off: a round emits one token more than it accepts.
+        max_depths = [a.remaining - 1 for a in active]
+        proposed: Iterable[TokenTree | DraftTree] = ()
+        if self._drafter is not None and self._shape is not None and max(max_depths) > 0:
+            try:
+                proposed = self._drafter.propose(self._request(active, roots, max_depths, self._shape))
+            except Exception as error:  # a drafter, a user's own above all, may cost speed but not the text
+                warnings.warn(f"The drafter failed and this round goes without drafts: {error!r}", stacklevel=2)
+                for a in active:
+                    self.stats[a.number].num_draft_errors += 1
+        trees = list(proposed)
+        drafts = []
+        for i, (root, max_depth) in enumerate(zip(roots, max_depths, strict=True)):
+            tree = trees[i] if i < len(trees) else TokenTree(tokens=[root], parents=[-1])
+            drafts.append(self._usable(tree, root, max_depth))
+        return drafts
+
+    def _usable(self, draft: TokenTree | DraftTree, root: int, max_depth: int) -> DraftTree:
+        if isinstance(draft, DraftTree) and draft.proposal is Proposal.SAMPLED:
+            # Nothing may be dropped from a sampled tree because of its values; its drafter knows the caps.
+            self._verifier.check(draft)
+            return draft
+        tree = draft.tree if isinstance(draft, DraftTree) else draft
+        tree = usable_tree(
+            tree,
+            root,
+            vocab_size=self._model.vocab_size,
+            max_nodes=1 if self._shape is None else self._shape.num_nodes,
+            max_depth=max_depth,
+        )
+        return DraftTree(tree=tree, proposal=Proposal.DETERMINISTIC, fixed_topology=False)
+
+    def _request(
+        self, active: Sequence[_Active], roots: Sequence[int], max_depths: Sequence[int], shape: TreeShape
+    ) -> DraftRequest:
+        params = [a.request.params for a in active]
+        lengths = [self._cache.lengths[a.row] for a in active]
+        device = self._cache.device
+
+        def noise(depth: int) -> torch.Tensor:
+            positions_B = torch.tensor([length + depth for length in lengths], device=device)
+            noise_BV = gumbel_noise(seed_tensor([p.seed for p in params], device), positions_B, self._model.vocab_size)
+            greedy_B1 = torch.tensor([[p.is_greedy] for p in params], device=device)
+            return noise_BV.masked_fill_(greedy_B1, 0.0)
+
+        coupled = self._verifier.name == "coupled" and not all(p.is_greedy for p in params)
+        return DraftRequest(
+            cache=self._cache,
+            rows=tuple(a.row for a in active),
+            roots=tuple(roots),
+            shape=shape,
+            max_depths=tuple(max_depths),
+            temperatures=tuple(p.temperature for p in params),
+            noise=noise if coupled else None,
+        )

@@ -1,0 +1,80 @@
+"""What a drafter is: something that proposes trees and is told what became of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from compressed_spec.cache import Cache
+from compressed_spec.tree import TokenTree, TreeShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """One round's request for trees, one a row.
+
+    rows, roots: batch rows of `cache` and their newest tokens, which become the trees' roots. shape: steps, children
+    and nodes asked for; a drafter that does not step reads them as caps. max_depths: how deep each row's tree may
+    reach (0 = the root alone). temperatures: of each row's target law, 0 for greedy. noise: None at temperature 0,
+    else noise(depth) gives the Gumbel noise `[B, V]` that will decide each row's token at that depth (root's children: 1).
+    """
+
+    cache: Cache
+    rows: tuple[int, ...]
+    roots: tuple[int, ...]
+    shape: TreeShape
+    max_depths: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    noise: Callable[[int], torch.Tensor] | None
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """The interface of every drafter, a user's own included.
+
+    A drafter can only cost speed: what it proposes never changes the output. Invalid ids, repeated siblings and nodes
+    beyond the request's caps are dropped; an exception from `propose` costs the round its draft, with a warning.
+    """
+
+    def start(self, row: int, token_ids: Sequence[int]) -> None:
+        """A request begins in a row: its prompt and first token, the newest included."""
+        ...
+
+    def propose(self, request: DraftRequest) -> Sequence[TokenTree]:
+        """One tree a row of the request; its root is the row's newest token."""
+        ...
+
+    def observe(self, row: int, token_ids: Sequence[int]) -> None:
+        """Tokens emitted for a row in the round just ended."""
+        ...
+
+    def release(self, row: int) -> None:
+        """The row's request is over."""
+        ...
+
+
+def usable_tree(tree: TokenTree, root: int, *, vocab_size: int, max_nodes: int, max_depth: int) -> TokenTree:
+    """The part of a proposed tree that may be verified: the root alone if it starts from another token.
+
+    Dropped with their descendants: tokens outside the vocabulary, a token that an earlier sibling has, and nodes
+    beyond the caps.
+    """
+    if tree.tokens[0] != root:
+        return TokenTree(tokens=[root], parents=[-1])
+    kept = {0: 0}
+    tokens, parents, depths = [root], [-1], [0]
+    children: list[set[int]] = [set()]
+    for node, (token, parent) in enumerate(zip(tree.tokens[1:], tree.parents[1:], strict=True), start=1):
+        if parent not in kept or not 0 <= token < vocab_size or len(tokens) >= max_nodes:
+            continue
+        above = kept[parent]
+        if token in children[above] or depths[above] >= max_depth:
+            continue
+        children[above].add(token)
+        kept[node] = len(tokens)
+        tokens.append(token)
+        parents.append(above)
+        depths.append(depths[above] + 1)
+        children.append(set())
+    return TokenTree(tokens=tokens, parents=parents)

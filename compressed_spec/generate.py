@@ -1,0 +1,151 @@
+"""Prompts in, texts out: the public way to decode."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from compressed_spec.decode import Chunk, Decoder, Request, check_request
+from compressed_spec.drafting import Drafter, make_drafter
+from compressed_spec.noise import request_seed
+from compressed_spec.sampling_params import LogitsProcessor, SamplingParams
+from compressed_spec.stats import RequestStats
+from compressed_spec.target import TargetModel
+from compressed_spec.tree import parse_tree
+from compressed_spec.verifying import make_verifier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """One prompt's new tokens (a stop token included), why they end ("stop" or "length"), and what it took."""
+
+    token_ids: list[int]
+    finish_reason: str
+    stats: RequestStats
+
+
+def generate(
+    model: TargetModel,
+    prompts_ids: Sequence[Sequence[int]],
+    *,
+    tree: str = "s3_k2_d6",
+    drafter: str | Drafter = "auto",
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    min_new_tokens: int = 0,
+    logits_processor: LogitsProcessor | None = None,
+    seed: int | Sequence[int] = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    verifier: str = "auto",
+    batch_size: int = 8,
+) -> list[GenerationResult]:
+    """Continue prompts with tree speculation; the text does not depend on `tree`, `drafter` or the company.
+
+    tree: "off" or sN_kK_dD. drafter: "auto" (the checkpoint's head, else n-gram), "mtp", "ngram", or an object.
+    temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams. seed: one a request, or an
+    int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS, [] for none. verifier:
+    "auto" (greedy, or coupled noise above temperature 0) or a name that `make_verifier` knows. batch_size: rows decoded
+    together; further prompts wait.
+
+    Raises ValueError for an option, prompt or combination that cannot be decoded exactly.
+    """
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        min_new_tokens=min_new_tokens,
+        logits_processor=logits_processor,
+    )
+    stops = frozenset(model.eos_token_ids if stop_token_ids is None else stop_token_ids)
+    model.check_tokens(sorted(stops))
+    requests = [
+        Request(
+            prompt_ids=tuple(prompt),
+            params=replace(params, seed=own_seed),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stops,
+        )
+        for prompt, own_seed in zip(prompts_ids, request_seeds(seed, len(prompts_ids)), strict=True)
+    ]
+    if not requests:
+        return []
+    decoder = make_decoder(
+        model, requests, tree=tree, drafter=drafter, verifier=verifier, batch_size=min(batch_size, len(requests))
+    )
+    return collect(decoder, len(requests))
+
+
+def request_seeds(seed: int | Sequence[int], count: int) -> list[int]:
+    """One seed a request. Raises ValueError for a list of another length."""
+    if isinstance(seed, int):
+        return [request_seed(seed, index) for index in range(count)]
+    if len(seed) != count:
+        raise ValueError(f"Give one seed a prompt, or an int: got {len(seed)} seeds for {count} prompts.")
+    return list(seed)
+
+
+def make_decoder(
+    model: TargetModel,
+    requests: Sequence[Request],
+    *,
+    tree: str,
+    drafter: str | Drafter,
+    verifier: str,
+    batch_size: int,
+) -> Decoder:
+    """A decoder with these requests queued, and a cache of `batch_size` rows in which each of them fits.
+
+    Raises ValueError as `generate` does.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+    shape = parse_tree(tree)
+    rule = make_verifier("coupled" if verifier == "auto" else verifier)
+    helper = make_drafter(drafter, model)
+    for request in requests:
+        check_request(model, request)
+    cache = model.new_cache(
+        batch_size=batch_size,
+        max_length=max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests),
+        max_nodes=batch_size * (1 if shape is None else shape.num_nodes),
+        max_draft_nodes=batch_size * (1 if shape is None else shape.num_draft_nodes),
+    )
+    decoder = Decoder(model, cache, drafter=helper, shape=shape, verifier=rule)
+    for request in requests:
+        decoder.submit(request)
+    return decoder
+
+
+def stream(decoder: Decoder) -> Iterator[Chunk]:
+    """Chunks as rounds end, until every request has finished. Rows are released however the consumer leaves."""
+    try:
+        while decoder.has_work:
+            yield from decoder.step()
+    finally:
+        decoder.close()
+
+
+def collect(decoder: Decoder, num_requests: int) -> list[GenerationResult]:
+    """The results of requests 0 .. num_requests - 1, once all have finished."""
+    token_ids: list[list[int]] = [[] for _ in range(num_requests)]
+    reasons = [""] * num_requests
+    with closing(stream(decoder)) as chunks:
+        for chunk in chunks:
+            token_ids[chunk.request] += chunk.token_ids
+            reasons[chunk.request] = chunk.finish_reason or ""
+    times = decoder.clock.times()
+    return [
+        GenerationResult(token_ids=ids, finish_reason=reason, stats=decoder.stats[number].build(times))
+        for number, (ids, reason) in enumerate(zip(token_ids, reasons, strict=True))
+    ]

@@ -1,0 +1,45 @@
+"""From a checkpoint folder or hub id to a model that decodes."""
+
+from pathlib import Path
+
+import torch
+
+from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
+from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
+from compressed_spec.models.deepseek_v4.weights import load_weights
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
+
+
+def load_model(
+    path_or_repo_id: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str = "float32",
+    numerics: str = "fast",
+    progress: bool = True,
+) -> DeepseekV4:
+    """Load a DeepSeek-V4 checkpoint: a local folder, a hub id, or "demo" for the bundled one. Needs no tokenizer.
+
+    dtype: "float32", "float64", "bfloat16" or "float16", of matrices, activations and KV; stored FP8 and FP4 weights
+    are dequantised to it. progress: show a bar on stderr. A DSpark checkpoint loads without its drafter, with a warning.
+    Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"Unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}.")
+    if numerics != "fast":
+        raise ValueError(f"Numerics {numerics!r} are not supported yet: use numerics='fast'.")
+    checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
+    with torch.device("meta"):
+        model = DeepseekV4(
+            checkpoint.config, with_mtp=checkpoint.draft_head is DraftHeadKind.MTP, dtype=DTYPES[dtype]
+        )
+    load_weights(model, checkpoint, device=torch.device(device), progress=progress)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def checkpoint_folder(path_or_repo_id: str | Path) -> str | Path:
+    """The bundled checkpoint's folder for "demo", anything else as it is."""
+    return DEMO if str(path_or_repo_id) == "demo" else path_or_repo_id
