@@ -11,7 +11,15 @@ import torch
 from compressed_spec.processors import NodeHistory
 from compressed_spec.sampling import target_log_probs, target_tokens
 from compressed_spec.sampling_params import SamplingParams
-from compressed_spec.verifying import Acceptance, DraftTree, GreedyVerifier, Verifier, verify_coins, walk
+from compressed_spec.verifying import (
+    Acceptance,
+    DraftTree,
+    GreedyVerifier,
+    TargetVerifier,
+    Verifier,
+    verify_coins,
+    walk,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +74,9 @@ def accept(
     log_p_TV = target_log_probs(logits_TV, params, histories)
     results = []
     for draft, context, end in zip(drafts, contexts, _ends(drafts), strict=True):
-        rule = GreedyVerifier() if context.params.is_greedy else verifier
+        # A root alone (a last token, a drafter that had nothing) brings no law of drafts for a rule to compare with.
+        rule = TargetVerifier() if len(draft.tree) == 1 else verifier
+        rule = GreedyVerifier() if context.params.is_greedy else rule
         coins = verify_coins(context.params.seed, len(context.prompt_ids) + len(context.output_ids))
         results.append(rule.verify(draft, log_p_TV[end - len(draft.tree) : end], coins))
     return results

@@ -19,14 +19,14 @@ class Verification:
     """What one verify computed: scratch rows in the cache, and here the logits.
 
     trees, rows: the trees, and the batch row each grows from. logits: float32 or wider `[T, V]`, nodes of the trees one
-    after the other. ticket: which round of the cache this is.
+    after the other. ticket: stands for one round of one cache.
     """
 
     trees: tuple[TokenTree, ...]
     rows: tuple[int, ...]
     logits: torch.Tensor
     plan: RowPlan
-    ticket: int
+    ticket: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,8 @@ class Cache:
             for pool in self._specs.values()
         }
         self._lengths = [0] * shape.batch_size
-        self._ticket = 0
+        self._damaged: set[int] = set()
+        self._ticket = object()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -101,35 +102,47 @@ class Cache:
         """Persistent rows of a pool; its scratch rows follow them."""
         return self.shape.batch_size * self._specs[pool].per_sequence
 
-    def check_rows(self, rows: Sequence[int]) -> None:
-        """Raise ValueError unless `rows` are different rows of this cache."""
+    def check_rows(self, rows: Sequence[int], *, whole: bool = True) -> None:
+        """Raise ValueError unless `rows` are different rows of this cache, and undamaged if `whole`."""
         if len(set(rows)) != len(rows) or not all(0 <= row < self.shape.batch_size for row in rows):
             raise ValueError(f"Rows {list(rows)} must be different and lie in 0 .. {self.shape.batch_size - 1}.")
+        damaged = sorted(self._damaged & set(rows)) if whole else []
+        if damaged:
+            raise ValueError(
+                f"Row {damaged[0]} was left half written by an operation that failed: release it, or restore a "
+                "snapshot into it."
+            )
 
-    def next_ticket(self) -> int:
+    def mark_damaged(self, rows: Sequence[int]) -> None:
+        """Refuse these rows until they are released, or overwritten by `fork` or `restore`."""
+        self._damaged.update(rows)
+
+    def next_ticket(self) -> object:
         """Begin a round: whatever was verified before can no longer be committed."""
-        self._ticket += 1
+        self._ticket = object()
         return self._ticket
 
     def commit(self, verify: Verification, paths: Sequence[Sequence[int]]) -> None:
         """Make the rows of the accepted nodes persistent, one path of node ids a tree (root first; may be empty).
 
         Raises ValueError if a path does not run along its tree, or if `verify` is not the cache's latest round or was
-        committed before; nothing is written then.
+        committed before; nothing is written then. After any other exception the rows are refused until released.
         """
         paths = [[int(node) for node in path] for path in paths]
-        if verify.ticket != self._ticket:
+        if verify.ticket is not self._ticket:
             raise ValueError("This verification is no longer the cache's latest round: verify again before committing.")
         if len(paths) != len(verify.trees):
             raise ValueError(f"Commit needs one path a tree, got {len(paths)} paths for {len(verify.trees)} trees.")
         for tree, path in zip(verify.trees, paths, strict=True):
             tree.check_path(path)
-        self._ticket += 1
+        self.next_ticket()
         firsts = np.cumsum([0, *(len(tree) for tree in verify.trees)])
         flat = [first + np.asarray(path, dtype=np.int64) for first, path in zip(firsts, paths, strict=False) if path]
         if not flat:
             return
         moves: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor] | None] = {}
+        grown = [row for row, path in zip(verify.rows, paths, strict=True) if path]
+        self.mark_damaged(grown)  # until all pools agree again
         for pool in self._specs.values():
             # Pools that are addressed alike move alike: their lists are made and sent once.
             key = (pool.addressing, pool.per_sequence, pool.shift, pool.compression)
@@ -141,10 +154,9 @@ class Cache:
                 rows_LRD[:, move[1]] = rows_LRD[:, move[0]]
         for row, path in zip(verify.rows, paths, strict=True):
             self._lengths[row] += len(path)
+        self._damaged.difference_update(grown)
 
-    def _move(
-        self, pool: PoolSpec, plan: RowPlan, paths: Sequence[Ints]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _move(self, pool: PoolSpec, plan: RowPlan, paths: Sequence[Ints]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Source and destination rows of the accepted nodes, None where no row moves."""
         sources, targets = [], []
         for path in paths:
@@ -180,19 +192,23 @@ class Cache:
 
     def fork(self, src: int, dst: int) -> None:
         """Make row `dst` a copy of row `src`, which may then go its own way. Any verification becomes void."""
-        self.check_rows((src, dst))
+        self.check_rows((src, dst), whole=False)
+        self.check_rows((src,))
         self.next_ticket()
+        self.mark_damaged((dst,))
         for name, pool in self._specs.items():
             rows_LRD = self.pools[name]
             length = self._lengths[src]
             rows_LRD[:, self._owned(pool, dst, length)] = rows_LRD[:, self._owned(pool, src, length)]
         self._lengths[dst] = self._lengths[src]
+        self._damaged.discard(dst)
 
     def release(self, row: int) -> None:
         """Free a row. Any verification becomes void."""
-        self.check_rows((row,))
+        self.check_rows((row,), whole=False)
         self.next_ticket()
         self._lengths[row] = 0
+        self._damaged.discard(row)
 
     def snapshot(self, rows: Sequence[int] | None = None) -> Snapshot:
         """Copy the state of rows (all by default) as it is now. Does not modify the cache."""
@@ -216,7 +232,7 @@ class Cache:
         Raises ValueError if the snapshot is of another model, has another number of rows, or is longer than the cache.
         """
         rows = range(len(snapshot.lengths)) if rows is None else rows
-        self.check_rows(rows)
+        self.check_rows(rows, whole=False)
         if snapshot.spec != self.spec:
             raise ValueError("This snapshot holds another model's state: restore it into a cache of the same model.")
         if len(rows) != len(snapshot.lengths):
@@ -226,13 +242,17 @@ class Cache:
                 f"The snapshot has {max(snapshot.lengths)} tokens, more than the cache's max_length "
                 f"{self.shape.max_length}: make a longer cache."
             )
+        for length, pools in zip(snapshot.lengths, snapshot.pools, strict=True):
+            for name, pool in self._specs.items():
+                owned = self._owned(pool, 0, length)
+                assert pools[name].shape[1] == owned.stop, f"{name} does not hold {length} tokens"
         self.next_ticket()
+        self.mark_damaged(rows)
         for row, length, pools in zip(rows, snapshot.lengths, snapshot.pools, strict=True):
             for name, pool in self._specs.items():
-                owned = self._owned(pool, row, length)
-                assert owned.stop - owned.start == pools[name].shape[1], f"{name} does not hold {length} tokens"
-                self.pools[name][:, owned] = pools[name].to(self.device)
+                self.pools[name][:, self._owned(pool, row, length)] = pools[name].to(self.device)
             self._lengths[row] = length
+        self._damaged.difference_update(rows)
 
     def check_integrity(self) -> None:
         """Raise ValueError if a committed row that a later token will read holds NaN. For tests and debugging: slow."""

@@ -152,25 +152,34 @@ class Decoder:
     def _admit(self) -> list[Chunk]:
         busy = {active.row for active in self._active}
         free = [row for row in range(self._cache.shape.batch_size) if row not in busy and not self._cache.lengths[row]]
-        joining = []
+        if self._waiting and not free and not busy:
+            raise ValueError("Every row of the cache is taken by others, so no request can start: release one.")
+        joining: list[_Active] = []
         while self._waiting and free and len(self._active) + len(joining) < self._max_rows:
             number, request = self._waiting.popleft()
             joining.append(_Active(number=number, row=free.pop(0), request=request))
         if not joining:
             return []
-        self._active += joining  # before the prefill: an exception in it must not lose the rows
-        with self.clock.stage("prefill"):
-            logits_BV = self._model.prefill(
-                self._cache, [a.request.prompt_ids for a in joining], rows=[a.row for a in joining]
-            )
-        with self.clock.stage("sample"):
-            tokens = first_tokens(logits_BV, [a.context for a in joining])
+        try:
+            with self.clock.stage("prefill"):
+                logits_BV = self._model.prefill(
+                    self._cache, [a.request.prompt_ids for a in joining], rows=[a.row for a in joining]
+                )
+            with self.clock.stage("sample"):
+                tokens = first_tokens(logits_BV, [a.context for a in joining])
+        except BaseException:
+            # As if they had never joined, so that the next step starts them afresh.
+            for active in joining:
+                self._cache.release(active.row)
+            self._waiting.extendleft((a.number, a.request) for a in reversed(joining))
+            raise
+        self._active += joining
         chunks = []
         for active, token in zip(joining, tokens, strict=True):
             chunk = self._cut(active, [token])
             active.output_ids.append(token)
-            if self._drafter is not None and chunk.finish_reason is None:
-                self._drafter.start(active.row, [*active.request.prompt_ids, token])
+            if chunk.finish_reason is None:
+                self._tell_drafter("start", active, [*active.request.prompt_ids, token])
             self._finish(active, chunk)
             chunks.append(chunk)
         return chunks
@@ -197,8 +206,7 @@ class Decoder:
             self.stats[one.number].observe(
                 num_nodes=len(draft.tree), num_accepted=len(acceptance.path) - 1, num_emitted=len(chunk.token_ids)
             )
-            if self._drafter is not None:
-                self._drafter.observe(one.row, chunk.token_ids)
+            self._tell_drafter("observe", one, chunk.token_ids)
             self._finish(one, chunk)
         return chunks
 
@@ -230,22 +238,32 @@ class Decoder:
     def _leave(self, active: _Active) -> None:
         self._active.remove(active)
         self._cache.release(active.row)
-        if self._drafter is not None:
-            self._drafter.release(active.row)
+        self._tell_drafter("release", active)
+
+    def _tell_drafter(self, what: str, active: _Active, *arguments: Sequence[int]) -> None:
+        """Call the drafter's `start`, `observe` or `release`; what it raises may cost speed but not the text."""
+        if self._drafter is None:
+            return
+        try:
+            getattr(self._drafter, what)(active.row, *arguments)
+        except Exception as error:
+            self._draft_error(error, [active])
+
+    def _draft_error(self, error: Exception, active: Sequence[_Active]) -> None:
+        warnings.warn(f"The drafter failed, so a round may go without drafts: {error!r}", stacklevel=2)
+        for one in active:
+            self.stats[one.number].num_draft_errors += 1
 
     def _draft(self, active: Sequence[_Active]) -> list[DraftTree]:
         roots = [a.output_ids[-1] for a in active]
         # Deeper nodes could only be cut off: a round emits one token more than it accepts.
         max_depths = [a.remaining - 1 for a in active]
-        proposed: Iterable[TokenTree | DraftTree] = ()
+        trees: list[TokenTree | DraftTree] = []
         if self._drafter is not None and self._shape is not None and max(max_depths) > 0:
             try:
-                proposed = self._drafter.propose(self._request(active, roots, max_depths, self._shape))
-            except Exception as error:  # a drafter, a user's own above all, may cost speed but not the text
-                warnings.warn(f"The drafter failed and this round goes without drafts: {error!r}", stacklevel=2)
-                for a in active:
-                    self.stats[a.number].num_draft_errors += 1
-        trees = list(proposed)
+                trees = list(self._drafter.propose(self._request(active, roots, max_depths, self._shape)))
+            except Exception as error:
+                self._draft_error(error, active)
         drafts = []
         for i, (root, max_depth) in enumerate(zip(roots, max_depths, strict=True)):
             tree = trees[i] if i < len(trees) else TokenTree(tokens=[root], parents=[-1])
@@ -253,19 +271,19 @@ class Decoder:
         return drafts
 
     def _usable(self, draft: TokenTree | DraftTree, root: int, max_depth: int) -> DraftTree:
-        if isinstance(draft, DraftTree) and draft.proposal is Proposal.SAMPLED:
-            # Nothing may be dropped from a sampled tree because of its values; its drafter knows the caps.
-            self._verifier.check(draft)
-            return draft
         tree = draft.tree if isinstance(draft, DraftTree) else draft
-        tree = usable_tree(
+        usable = usable_tree(
             tree,
             root,
             vocab_size=self._model.vocab_size,
             max_nodes=1 if self._shape is None else self._shape.num_nodes,
             max_depth=max_depth,
         )
-        return DraftTree(tree=tree, proposal=Proposal.DETERMINISTIC, fixed_topology=False)
+        if isinstance(draft, DraftTree) and draft.proposal is Proposal.SAMPLED:
+            # Nothing may be dropped from a sampled tree because of its values, so it is taken as it is or not at all.
+            self._verifier.check(draft)
+            if tree.tokens[0] == root and max(tree.depths) <= max_depth
+        return DraftTree(tree=usable, proposal=Proposal.DETERMINISTIC, fixed_topology=False)
 
     def _request(
         self, active: Sequence[_Active], roots: Sequence[int], max_depths: Sequence[int], shape: TreeShape

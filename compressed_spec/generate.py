@@ -1,10 +1,9 @@
 """Prompts in, texts out: the public way to decode."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 
-from compressed_spec.decode import Chunk, Decoder, Request, check_request
+from compressed_spec.decode import Chunk, Decoder, Request, StopCheck, check_request
 from compressed_spec.drafting import Drafter, make_drafter
 from compressed_spec.noise import request_seed
 from compressed_spec.sampling_params import LogitsProcessor, SamplingParams
@@ -67,17 +66,9 @@ def generate(
         min_new_tokens=min_new_tokens,
         logits_processor=logits_processor,
     )
-    stops = frozenset(model.eos_token_ids if stop_token_ids is None else stop_token_ids)
-    model.check_tokens(sorted(stops))
-    requests = [
-        Request(
-            prompt_ids=tuple(prompt),
-            params=replace(params, seed=own_seed),
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stops,
-        )
-        for prompt, own_seed in zip(prompts_ids, request_seeds(seed, len(prompts_ids)), strict=True)
-    ]
+    requests = make_requests(
+        model, prompts_ids, params, max_new_tokens=max_new_tokens, seed=seed, stop_token_ids=stop_token_ids
+    )
     if not requests:
         return []
     decoder = make_decoder(
@@ -86,13 +77,35 @@ def generate(
     return collect(decoder, len(requests))
 
 
-def request_seeds(seed: int | Sequence[int], count: int) -> list[int]:
-    """One seed a request. Raises ValueError for a list of another length."""
-    if isinstance(seed, int):
-        return [request_seed(seed, index) for index in range(count)]
-    if len(seed) != count:
-        raise ValueError(f"Give one seed a prompt, or an int: got {len(seed)} seeds for {count} prompts.")
-    return list(seed)
+def make_requests(
+    model: TargetModel,
+    prompts_ids: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    max_new_tokens: int,
+    seed: int | Sequence[int] = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_checks: Sequence[StopCheck] | None = None,
+) -> list[Request]:
+    """One request a prompt, with the same options and each its own seed (see `generate`).
+
+    Raises ValueError for stop ids out of range, or seeds that are not one a prompt.
+    """
+    stops = frozenset(model.eos_token_ids if stop_token_ids is None else stop_token_ids)
+    model.check_tokens(sorted(stops))
+    seeds = [request_seed(seed, i) for i in range(len(prompts_ids))] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(prompts_ids):
+        raise ValueError(f"Give one seed a prompt, or an int: got {len(seeds)} seeds for {len(prompts_ids)} prompts.")
+    return [
+        Request(
+            prompt_ids=tuple(prompt),
+            params=replace(params, seed=own_seed),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stops,
+            stop_check=None if stop_checks is None else stop_checks[i],
+        )
+        for i, (prompt, own_seed) in enumerate(zip(prompts_ids, seeds, strict=True))
+    ]
 
 
 def make_decoder(
@@ -140,10 +153,9 @@ def collect(decoder: Decoder, num_requests: int) -> list[GenerationResult]:
     """The results of requests 0 .. num_requests - 1, once all have finished."""
     token_ids: list[list[int]] = [[] for _ in range(num_requests)]
     reasons = [""] * num_requests
-    with closing(stream(decoder)) as chunks:
-        for chunk in chunks:
-            token_ids[chunk.request] += chunk.token_ids
-            reasons[chunk.request] = chunk.finish_reason or ""
+    for chunk in stream(decoder):
+        token_ids[chunk.request] += chunk.token_ids
+        reasons[chunk.request] = chunk.finish_reason or ""
     times = decoder.clock.times()
     return [
         GenerationResult(token_ids=ids, finish_reason=reason, stats=decoder.stats[number].build(times))

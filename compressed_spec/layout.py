@@ -87,7 +87,12 @@ def pool_specs(spec: StateSpec, max_length: int) -> Iterator[PoolSpec]:
     ring, entries = Addressing.RING, Addressing.ENTRIES
     window, dtype = spec.sliding_window, spec.dtype
     yield PoolSpec(
-        name="window_kv", num_layers=spec.num_layers, dim=spec.head_dim, dtype=dtype, addressing=ring, per_sequence=window
+        name="window_kv",
+        num_layers=spec.num_layers,
+        dim=spec.head_dim,
+        dtype=dtype,
+        addressing=ring,
+        per_sequence=window,
     )
     for comp in spec.compressions:
         lanes = [("buffer", "compressed_kv", comp.entry_dim)]

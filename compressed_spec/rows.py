@@ -153,9 +153,7 @@ def _plan_compression(
     entry_TX = count_T[:, None] + np.arange(int((visible_T - count_T).max()))
     depth_TX = ((entry_TX + 1) * ratio - 1 - nodes.start_T[:, None]).clip(0, nodes.ancestors_TA.shape[1] - 1)
     closer_TX = np.take_along_axis(nodes.ancestors_TA, depth_TX, axis=1)
-    extra_TX = np.where(
-        entry_TX < visible_T[:, None], shape.batch_size * per_sequence + rank_T[closer_TX], -1
-    )
+    extra_TX = np.where(entry_TX < visible_T[:, None], shape.batch_size * per_sequence + rank_T[closer_TX], -1)
 
     listed_TK = None
     if not comp.index_topk or num_visible <= comp.index_topk:

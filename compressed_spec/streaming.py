@@ -160,13 +160,9 @@ class _WindowDecoder:
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
+        self._new.append(token_id)
         token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if token is not None and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
-            self._new.append(token_id)
-            return ""
-        text = self.flush()
-        self._new = [token_id]
-        return text + self.flush()
+        return "" if token is not None and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token) else self.flush()
 
     def flush(self) -> str:
         if not self._new:

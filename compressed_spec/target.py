@@ -102,7 +102,9 @@ class TargetModel(nn.Module, ABC):
         """Raise ValueError if a token id is not in the vocabulary."""
         for token in tokens:
             if not 0 <= token < self.vocab_size:
-                raise ValueError(f"Token id {token} is out of range: the vocabulary has ids 0 .. {self.vocab_size - 1}.")
+                raise ValueError(
+                    f"Token id {token} is out of range: the vocabulary has ids 0 .. {self.vocab_size - 1}."
+                )
 
     @torch.no_grad()
     def prefill(
@@ -112,12 +114,15 @@ class TargetModel(nn.Module, ABC):
 
         A prompt may continue what its row holds. Long prompts go in chunks of the cache's `prefill_chunk` tokens, all
         rows together; the result does not depend on it. Raises ValueError, before anything is written, for an empty
-        prompt, a token id out of range, or a row that would grow beyond `max_length`.
+        prompt, a token id out of range, or a row that would grow beyond `max_length`. If anything else is raised, rows
+        that hold a part of their prompt are refused until released.
         """
         rows = list(range(len(prompts_ids)) if rows is None else rows)
         cache.check_rows(rows)
-        if len(rows) != len(prompts_ids):
-            raise ValueError(f"Prefill needs one row a prompt, got {len(rows)} rows for {len(prompts_ids)} prompts.")
+        if not rows or len(rows) != len(prompts_ids):
+            raise ValueError(
+                f"Prefill needs one row a prompt and at least one, got {len(rows)} rows for {len(prompts_ids)} prompts."
+            )
         for row, prompt in zip(rows, prompts_ids, strict=True):
             if not len(prompt):
                 raise ValueError("A prompt is empty: give at least one token id, such as the BOS token.")
@@ -127,6 +132,14 @@ class TargetModel(nn.Module, ABC):
                     f"A prompt of {len(prompt)} tokens does not fit after the {cache.lengths[row]} of its row: "
                     f"make a cache with a max_length above {cache.shape.max_length}."
                 )
+        before = [cache.lengths[row] for row in rows]
+        try:
+            return self._prefill(cache, prompts_ids, rows)
+        except BaseException:
+            cache.mark_damaged([row for row, length in zip(rows, before, strict=True) if cache.lengths[row] != length])
+            raise
+
+    def _prefill(self, cache: Cache, prompts_ids: Sequence[Sequence[int]], rows: Sequence[int]) -> torch.Tensor:
         done = [0] * len(rows)
         last: dict[int, torch.Tensor] = {}
         while len(last) < len(rows):

@@ -99,7 +99,9 @@ def parse_tree(text: str) -> TreeShape | None:
         )
     steps, top_k, nodes = map(int, match.groups())
     if steps < 1 or top_k < 1:
-        raise ValueError(f"Tree {text!r} needs at least one draft step and one child a node: raise s and k to 1 or more.")
+        raise ValueError(
+            f"Tree {text!r} needs at least one draft step and one child a node: raise s and k to 1 or more."
+        )
     most = 1 + top_k + (steps - 1) * top_k**2
     if top_k == 1 and nodes != steps + 1:
         raise ValueError(f"Tree {text!r} is a chain of {steps} drafts: write s{steps}_k1_d{steps + 1}.")

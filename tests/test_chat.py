@@ -176,6 +176,12 @@ def test_T37_golden_token_ids(number: int, tokenizer: PreTrainedTokenizerFast) -
             "Be brief.<｜User｜>Hi<｜Assistant｜><think>",
             id="earlier developer dropped with reasoning",
         ),
+        pytest.param(
+            [SYSTEM, {"role": "developer", "content": "Search."}],
+            {"thinking": True},
+            "Be brief.<｜User｜>Search.<｜Assistant｜><think>",
+            id="last developer kept",
+        ),
     ],
 )
 def test_T37_cases(messages: list[dict[str, Any]], options: dict[str, Any], expected: str) -> None:

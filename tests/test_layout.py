@@ -16,14 +16,17 @@ LINKED = ("kernels", "models")
 # From the ground up. A module may import its own layer and those below it, never one above.
 LAYERS = (
     {"kernels"},
-    {"tree", "rows", "cache", "state"},
+    {"tree", "layout", "rows", "cache", "target"},
     {"models"},
-    {"sampling", "verifying", "drafting", "shaping"},
-    {"decode"},
-    {"generate", "chat", "streaming", "hf"},
+    {"noise", "sampling_params", "processors", "sampling", "stats"},
+    {"verifying", "drafting", "shaping"},
+    {"accepting", "decode"},
+    {"generate", "text", "chat", "streaming", "hf", "inspection"},
     {"__init__"},
-    {"measure"},
-    {"cli", "demo", "__main__"},
+    {"measure", "training", "testing"},
+    {"commands", "demo"},
+    {"cli"},
+    {"__main__"},
 )
 # A module that has every name asked of it: a class, taken with any arguments, whose objects decorate without effect.
 STAND_IN = """

@@ -39,7 +39,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 def byte_fallback() -> PreTrainedTokenizerFast:
     """Llama's kind: words, a mark for the space before, and one token a byte for everything else."""
-    words = ["▁", "▁the", "▁cat", "cat", "s", "é", "▁你", "好", "<unk>"]
+    words = ["▁", "▁the", "▁cat", "cat", "s", "é", "▁你", "好", "", "<unk>"]
     vocab = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -119,6 +119,19 @@ def test_T34_chunks_are_the_decoded_text(tokenizer: PreTrainedTokenizerFast, dat
     stream = TextStream(tokenizer, skip_special_tokens=skip)
     assert streamed(stream, grouped(data, ids)) == decoded(tokenizer, ids, skip)
     assert stream.stopped is None
+
+
+@every_tokenizer
+def test_T34_every_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = [token for i in range(len(tokenizer)) for token in (i, len(tokenizer) - 1 - i)]
+    assert streamed(TextStream(tokenizer), [ids]) == decoded(tokenizer, ids)
+
+
+def test_T34_a_token_without_text_does_not_hide_what_is_before_it() -> None:
+    """Llama's decoder drops a leading space: the text before an empty token still says that this one is not."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in ("▁the", "", "▁cat")]
+    assert streamed(TextStream(tokenizer), [ids]) == decoded(tokenizer, ids) == "the cat"
 
 
 @given(text=TEXTS)

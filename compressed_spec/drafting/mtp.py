@@ -63,6 +63,7 @@ class MTPDrafter:
                 f"Drafting {request.shape} for {num_rows} rows needs {most} draft nodes, more than the cache's "
                 f"{cache.shape.max_draft_nodes}: make it with a larger max_draft_nodes."
             )
+        cache.next_ticket()  # the head's scratch rows are also a verification's: one of the two must give way
         pending = cache.pools["pending_stream"][0, list(request.rows)]
         frontier = _Frontier(
             tokens_BF=np.asarray(request.roots, dtype=np.int64)[:, None],
@@ -102,7 +103,14 @@ class MTPDrafter:
         order = torch.cat(scores, dim=1).sort(dim=-1, descending=True, stable=True)
         return [
             _best_tree(
-                root, all_tokens[i], all_parents[i], order.indices[i], order.values[i], depths, request.shape.num_nodes, cap
+                root,
+                all_tokens[i],
+                all_parents[i],
+                order.indices[i],
+                order.values[i],
+                depths,
+                request.shape.num_nodes,
+                cap,
             )
             for i, (root, cap) in enumerate(zip(request.roots, request.max_depths, strict=True))
         ]

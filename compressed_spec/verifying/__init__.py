@@ -17,6 +17,7 @@ __all__ = [
     "DraftTree",
     "GreedyVerifier",
     "Proposal",
+    "TargetVerifier",
     "UniformCoins",
     "Verifier",
     "draft_coins",
@@ -29,7 +30,7 @@ __all__ = [
 
 
 def make_verifier(name: str) -> Verifier:
-    """The verifier of this name, for temperatures above 0; at 0 it is `GreedyVerifier`. Raises ValueError if unknown."""
+    """The verifier of this name, for temperatures above 0 (at 0: `GreedyVerifier`). Raises ValueError if unknown."""
     verifiers: list[Verifier] = [
         CoupledVerifier(),
         TargetVerifier(),

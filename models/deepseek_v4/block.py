@@ -73,7 +73,8 @@ class MoE(nn.Module):
     def forward(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         routing = self.gate(x_TD, tokens_T)
         routed_TD = routed_experts(x_TD, routing, self.experts.w13, self.experts.w2, self.limit)
-        return (routed_TD + self.shared_experts(x_TD).to(routed_TD.dtype)).to(x_TD.dtype)
+        shared_TD: torch.Tensor = self.shared_experts(x_TD)
+        return (routed_TD + shared_TD.to(routed_TD.dtype)).to(x_TD.dtype)
 
 
 class Block(HyperConnected):

@@ -49,7 +49,7 @@ def open_checkpoint(path_or_repo_id: str | Path) -> Checkpoint:
 
 def read_checkpoint(path_or_repo_id: str | Path) -> Checkpoint:
     """As `open_checkpoint`, but faults of single files end up in `problems` instead of raising."""
-    folder = _resolve_folder(path_or_repo_id)
+    folder = resolve_folder(path_or_repo_id)
     raw = read_json_object(folder / "config.json")
     config = parse_config(raw)
     scan = scan_folder(folder)
@@ -85,7 +85,7 @@ def some_of(items: tuple[str, ...], limit: int = 3) -> str:
     return "; ".join(items[:limit]) + more
 
 
-def _resolve_folder(path_or_repo_id: str | Path) -> Path:
+def resolve_folder(path_or_repo_id: str | Path) -> Path:
     path = Path(path_or_repo_id).expanduser()
     if path.is_dir():
         return path

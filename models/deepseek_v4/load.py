@@ -24,7 +24,8 @@ def load_model(
     """Load a DeepSeek-V4 checkpoint: a local folder, a hub id, or "demo" for the bundled one. Needs no tokenizer.
 
     dtype: "float32", "float64", "bfloat16" or "float16", of matrices, activations and KV; stored FP8 and FP4 weights
-    are dequantised to it. progress: show a bar on stderr. A DSpark checkpoint loads without its drafter, with a warning.
+    are dequantised to it. progress: show a bar on stderr. A DSpark checkpoint loads without its drafter, with a
+    warning.
     Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint.
     """
     if dtype not in DTYPES:
@@ -33,9 +34,7 @@ def load_model(
         raise ValueError(f"Numerics {numerics!r} are not supported yet: use numerics='fast'.")
     checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
     with torch.device("meta"):
-        model = DeepseekV4(
-            checkpoint.config, with_mtp=checkpoint.draft_head is DraftHeadKind.MTP, dtype=DTYPES[dtype]
-        )
+        model = DeepseekV4(checkpoint.config, with_mtp=checkpoint.draft_head is DraftHeadKind.MTP, dtype=DTYPES[dtype])
     load_weights(model, checkpoint, device=torch.device(device), progress=progress)
     return model.to(device).eval().requires_grad_(False)
 

@@ -4,7 +4,6 @@ T = nodes, V = vocabulary, M = residual streams, D = model width, N = draft node
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Norm, Precision
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
+from compressed_spec.models.deepseek_v4.state import state_spec
 from compressed_spec.rows import RowPlan
 from compressed_spec.target import DraftStep, TargetModel
 
@@ -63,19 +63,7 @@ class DeepseekV4(TargetModel, HyperConnected):
         return len(self.mtp) > 0
 
     def state_spec(self) -> StateSpec:
-        config = self.config
-        kinds = Counter(comp for layer in config.layers if (comp := compression_of(config, layer)) is not None)
-        return StateSpec(
-            sliding_window=config.sliding_window,
-            num_layers=config.num_hidden_layers,
-            head_dim=config.head_dim,
-            compressions=tuple(replace(kind, num_layers=count) for kind, count in kinds.items()),
-            head_layers=len(self.mtp),
-            num_streams=config.hc_mult,
-            model_dim=config.hidden_size,
-            dtype=self.precision.dtype,
-            buffer_dtype=self.precision.wide,
-        )
+        return state_spec(self.config, with_mtp=self.has_draft_head, precision=self.precision)
 
     def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
         main = rotation(self.get_buffer("rope_main"), plan.position_T)
@@ -86,7 +74,7 @@ class DeepseekV4(TargetModel, HyperConnected):
             for name, comp in plan.compressions.items()
         }
         embedded_TD = self.embed(plan.tokens_T)
-        streams_TMD = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+        streams_TMD: torch.Tensor = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         for block, spec in zip(self.layers, self.config.layers, strict=True):
             kind = compression_of(self.config, spec)
             here = AttentionRound(

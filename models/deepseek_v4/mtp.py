@@ -31,8 +31,9 @@ class MTPHead(Block):
 
     def fuse(self, streams_TMD: torch.Tensor, embedded_TD: torch.Tensor) -> torch.Tensor:
         """The head's input streams: the previous stream's projection, plus the next token's on every copy."""
-        streams: torch.Tensor = self.h_proj(self.hnorm(streams_TMD))
-        return streams + self.e_proj(self.enorm(embedded_TD)).unsqueeze(1)
+        stream_TMD: torch.Tensor = self.h_proj(self.hnorm(streams_TMD))
+        token_TD: torch.Tensor = self.e_proj(self.enorm(embedded_TD))
+        return stream_TMD + token_TD.unsqueeze(1)
 
     def kv_rows(self, streams_TMD: torch.Tensor, embedded_TD: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Only the K = V rows `[T, head_dim]`: what verification leaves behind, so that drafting needs no catch-up."""

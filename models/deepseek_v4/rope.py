@@ -24,7 +24,7 @@ class Rotation:
 
 
 def rope_frequencies(config: DeepseekV4Config, *, compress: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Angle a position of each pair, `[P]`. `compress`: base `compress_rope_theta`, with YaRN where the config has it."""
+    """Angle a position of each pair, `[P]`. compress: base `compress_rope_theta`, with YaRN if the config has it."""
     dim = config.qk_rope_head_dim
     theta = config.compress_rope_theta if compress else config.rope_theta
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)

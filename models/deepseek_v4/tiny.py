@@ -4,6 +4,7 @@ The weights are random but not featureless: the head favours one successor of ea
 sees the token before it, so greedy text wanders and drafts are right some of the time.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ _FP8_LINEARS = (
     *(f".shared_experts.{name}.weight" for name in ("w1", "w2", "w3")),
     *(f"mtp.0.{name}.weight" for name in ("e_proj", "h_proj", "main_proj")),
 )
+_TRANSFORMERS_KEYS = ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor", "rope_parameters")
 _FLOAT32_LEAVES = ("attn_sink", "ape", "gate.bias")
 
 
@@ -62,10 +64,11 @@ def make_tiny_checkpoint(
     head = DraftHeadKind(draft_head or ("none" if transformers else "mtp"))
     if transformers and head is not DraftHeadKind.NONE:
         raise ValueError("draft_head must be 'none' in transformers' layout, which has no draft heads")
+    late = {key: overrides.pop(key) for key in _TRANSFORMERS_KEYS if transformers and key in overrides}
     raw = _upstream_config(compress_ratios, head, experts, scale_dtype) | overrides
     raw = {key: value for key, value in raw.items() if value is not None}
     if transformers:
-        raw = _transformers_config(raw)
+        raw = _transformers_config(raw) | late
     config = parse_config(raw)
     shapes = expected_parameters(config, head)
     if head is DraftHeadKind.DSPARK:
@@ -159,7 +162,7 @@ def _upstream_config(
 
 
 def _transformers_config(upstream: Mapping[str, object]) -> dict[str, object]:
-    """The same model as transformers 5 spells it; keys that are already in its spelling are kept."""
+    """The same model as transformers 5 spells it."""
     config = parse_config(upstream)
     raw = dict(upstream)
     for key in ("compress_ratios", "num_hash_layers", "rope_scaling", "expert_dtype", "quantization_config"):
@@ -167,28 +170,19 @@ def _transformers_config(upstream: Mapping[str, object]) -> dict[str, object]:
     factor = config.qk_rope_head_dim / config.head_dim
     compress: dict[str, object] = {"rope_type": "default"}
     if config.yarn is not None:
-        compress = {"rope_type": "yarn", "attention_factor": 1.0, **dict(_yarn_items(config))}
+        compress = {"rope_type": "yarn", "attention_factor": 1.0, **dataclasses.asdict(config.yarn)}
     rates = {layer.kind.value: layer.ratio for layer in config.layers if layer.kind is not AttentionKind.SLIDING}
     if any(layer.ratio != rates.get(layer.kind.value, 0) for layer in config.layers):
         raise ValueError("compress_ratios has two different HCA ratios: transformers' layout has one rate for all")
-    raw.setdefault("layer_types", [layer.kind.value for layer in config.layers])
-    raw.setdefault("mlp_layer_types", ["hash_moe" if layer.hash_routed else "moe" for layer in config.layers])
-    raw.setdefault("compress_rates", rates)
-    raw.setdefault("partial_rotary_factor", factor)
-    raw.setdefault(
-        "rope_parameters",
-        {
-            "main": {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": factor},
-            "compress": {**compress, "rope_theta": config.compress_rope_theta, "partial_rotary_factor": factor},
-        },
-    )
+    raw["layer_types"] = [layer.kind.value for layer in config.layers]
+    raw["mlp_layer_types"] = ["hash_moe" if layer.hash_routed else "moe" for layer in config.layers]
+    raw["compress_rates"] = rates
+    raw["partial_rotary_factor"] = factor
+    raw["rope_parameters"] = {
+        "main": {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": factor},
+        "compress": {**compress, "rope_theta": config.compress_rope_theta, "partial_rotary_factor": factor},
+    }
     return raw
-
-
-def _yarn_items(config: DeepseekV4Config) -> list[tuple[str, float]]:
-    assert config.yarn is not None
-    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-    return [(name, getattr(config.yarn, name)) for name in names]
 
 
 def _shards(shapes: Mapping[str, Shape]) -> dict[str, list[str]]:

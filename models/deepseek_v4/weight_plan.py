@@ -101,14 +101,15 @@ class _Planner:
                 yield piece
             return
         num_experts, rows, cols = shape
-        if f"{parameter}.weight" in self._stored:
+        prefix, stack = parameter.rsplit(".", 1)
+        leaves = ("w1", "w3") if stack == "w13" else ("w2",)
+        single = f"{prefix}.0.{leaves[0]}.weight" in self._stored
+        if f"{parameter}.weight" in self._stored or (self._layout is Layout.TRANSFORMERS and not single):
             stacked = self._claim(f"{parameter}.weight", shape)
             if stacked is not None:
                 for e in range(num_experts):
                     yield _at(stacked, source_expert=e, expert=e, row_start=0, row_stop=rows)
             return
-        prefix, stack = parameter.rsplit(".", 1)
-        leaves = ("w1", "w3") if stack == "w13" else ("w2",)
         height = rows // len(leaves)
         for e in range(num_experts):
             for i, leaf in enumerate(leaves):
@@ -160,6 +161,7 @@ class _Planner:
             return self._quantized(stored, scale_name, shape)
         dtypes = _IDS if name.endswith(".tid2eid") else _FLOATS
         if info.dtype not in dtypes:
+            self._unclaimed.pop(scale_name, None)
             self._problems.append(f"{stored} has dtype {info.dtype}, which is none of {', '.join(dtypes)}")
         elif info.shape != shape:
             self._wrong_shape(stored, shape)

@@ -1,0 +1,160 @@
+"""`compressed-spec generate`: continue prompts from a terminal."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from compressed_spec.generate import make_decoder, make_requests
+from compressed_spec.models.deepseek_v4.checkpoint import resolve_folder
+from compressed_spec.models.deepseek_v4.load import checkpoint_folder, load_model
+from compressed_spec.sampling_params import SamplingParams
+from compressed_spec.stats import RequestStats
+from compressed_spec.text import TextChunk, TextDecoder, load_tokenizer
+from compressed_spec.tree import parse_tree
+
+STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCommand:
+    """Continue prompts by tree speculation. The text is that of plain decoding, whatever the tree."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint: a folder, a hub id, or "demo"."""
+    source: Annotated[Literal["-"] | None, tyro.conf.Positional, tyro.conf.arg(metavar="-")] = None
+    """"-" reads the prompt from standard input."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A prompt; repeat for several."""
+    prompt_file: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A file that holds a prompt ("-" = standard input); repeat for several."""
+    tree: str = "s3_k2_d6"
+    """"off", or sN_kK_dD: draft steps, children a node, nodes verified."""
+    drafter: str = "auto"
+    """"auto", "mtp" or "ngram"."""
+    verifier: str = "auto"
+    """How drafts are accepted above temperature 0: "auto", "coupled", "target"."""
+    max_new_tokens: int = 128
+    """Most tokens a prompt."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the most probable tokens of this mass."""
+    top_k: int = 0
+    """Keep this many tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens of at least this part of the best one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that occurred are less likely."""
+    seed: int = 0
+    """Of the sampling noise; prompt i derives its own seed."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End the text before this string; repeat for several."""
+    batch_size: int = 8
+    """Prompts decoded together."""
+    device: str = "cpu"
+    """Where to run, such as "cpu" or "cuda"."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Of weights, activations and KV."""
+    json: bool = False
+    """Print JSON only: one object a prompt and line."""
+    stream: bool = False
+    """Print text as it comes; one prompt only."""
+
+    def run(self) -> None:
+        """Load, decode, print. Raises ValueError for a fault of the user's."""
+        prompts = self._prompts()
+        if self.stream and (self.json or len(prompts) > 1):
+            raise ValueError("--stream prints one prompt's text as it comes: leave out --json and further prompts.")
+        parse_tree(self.tree)  # a typing mistake must not cost the minutes that loading takes
+        params = SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+        folder = resolve_folder(checkpoint_folder(self.model))
+        tokenizer = load_tokenizer(folder)
+        model = load_model(folder, device=self.device, dtype=self.dtype)
+        texts = TextDecoder(tokenizer, len(prompts), self.stop)
+        requests = make_requests(
+            model,
+            [tokenizer(prompt)["input_ids"] for prompt in prompts],
+            params,
+            max_new_tokens=self.max_new_tokens,
+            seed=self.seed,
+            stop_checks=[texts.stop_check(i) for i in range(len(prompts))],
+        )
+        decoder = make_decoder(
+            model,
+            requests,
+            tree=self.tree,
+            drafter=self.drafter,
+            verifier=self.verifier,
+            batch_size=min(self.batch_size, len(requests)),
+        )
+        outputs = [_Output() for _ in prompts]
+        for chunk in texts.chunks(decoder):
+            outputs[chunk.request].add(chunk)
+            if self.stream:
+                print(chunk.text, end="", flush=True)
+        if self.stream:
+            print()
+        times = decoder.clock.times()
+        for number, output in enumerate(outputs):
+            stats = decoder.stats[number].build(times)
+            if self.json:
+                print(json.dumps({**output.as_dict(), "stats": asdict(stats)}, ensure_ascii=False))
+            elif not self.stream:
+                print(output.text)
+        if not self.json:
+            _print_summary([decoder.stats[i].build(times) for i in range(len(prompts))], outputs)
+
+    def _prompts(self) -> list[str]:
+        prompts = list(self.prompt)
+        files = [*self.prompt_file, *([STDIN] if self.source else [])]
+        if files.count(STDIN) > 1:
+            raise ValueError("Standard input can be read once: name '-' a single time.")
+        prompts += [sys.stdin.read() if name == STDIN else _read(name) for name in files]
+        if not prompts:
+            raise ValueError("No prompt: give --prompt TEXT, --prompt-file FILE, or '-' for standard input.")
+        return prompts
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"The prompt file {name} cannot be read as UTF-8 text: {error}.") from error
+
+
+@dataclass(slots=True, kw_only=True)
+class _Output:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.finish_reason = chunk.finish_reason
+
+    def as_dict(self) -> dict[str, object]:
+        return {"text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason}
+
+
+def _print_summary(stats: Sequence[RequestStats], outputs: Sequence[_Output]) -> None:
+    tokens = sum(len(output.token_ids) for output in outputs)
+    rounds = sum(one.num_rounds for one in stats)
+    seconds = stats[0].times.total
+    Console(stderr=True, highlight=False).print(
+        f"{tokens} tokens in {rounds} rounds and {seconds:.2f} s ({tokens / seconds:.1f} tokens/s); acceptance length "
+        + ", ".join(f"{one.acceptance_length:.2f}" for one in stats),
+        style="dim",
+    )

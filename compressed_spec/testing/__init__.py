@@ -1,0 +1,39 @@
+"""For tests of this package, and of drafters, caches and models that others write for it."""
+
+from compressed_spec.testing.drafters import (
+    AlternatingDrafter,
+    OracleDrafter,
+    RandomDrafter,
+    ScriptedDrafter,
+    WrongDrafter,
+    random_tree,
+)
+from compressed_spec.testing.models import Reference, ReferenceState, greedy_text, random_model, tiny_config
+from compressed_spec.testing.state import (
+    assert_near,
+    assert_same_state,
+    live_rows,
+    live_state,
+    poison,
+    raw_bytes,
+)
+
+__all__ = [
+    "AlternatingDrafter",
+    "OracleDrafter",
+    "RandomDrafter",
+    "Reference",
+    "ReferenceState",
+    "ScriptedDrafter",
+    "WrongDrafter",
+    "assert_near",
+    "assert_same_state",
+    "greedy_text",
+    "live_rows",
+    "live_state",
+    "poison",
+    "random_model",
+    "random_tree",
+    "raw_bytes",
+    "tiny_config",
+]

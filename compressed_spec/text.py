@@ -1,0 +1,79 @@
+"""Text in, text out: the tokenizer's side of decoding."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from compressed_spec.decode import Decoder, StopCheck
+from compressed_spec.generate import stream
+from compressed_spec.streaming import TextStream
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a checkpoint. Raises ValueError if there is none, or it cannot be read."""
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json: put the model's tokenizer there, or decode token ids in Python."
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # whatever the library raises, the user's remedy is the same
+        raise ValueError(f"The tokenizer in {folder} cannot be read ({error}): download it again.") from error
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextChunk:
+    """A round of one request: its tokens, the text that is now certain, and the finish reason if it ends here.
+
+    num_accepted: how many of the tokens were drafted; they come first.
+    """
+
+    request: int
+    text: str
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    finish_reason: str | None
+
+
+class TextDecoder:
+    """Follows a decoder's chunks and turns each request's tokens into text, with stop strings if given.
+
+    Give `stop_check(i)` to request i before it is submitted.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, num_requests: int, stop_strings: Sequence[str] = ()) -> None:
+        self._streams = [TextStream(tokenizer, stop_strings=stop_strings) for _ in range(num_requests)]
+        self._num_pushed = [0] * num_requests
+        self._pieces: list[list[str]] = [[] for _ in range(num_requests)]
+
+    def stop_check(self, request: int) -> StopCheck:
+        """A check that ends the request's text at the token in which a stop string completes."""
+
+        def check(token_ids: Sequence[int]) -> int | None:
+            self._pieces[request].append(self._streams[request].push(token_ids))
+            before = self._num_pushed[request]
+            self._num_pushed[request] += len(token_ids)
+            match = self._streams[request].stopped
+            return None if match is None else match.token_index + 1 - before
+
+        return check
+
+    def chunks(self, decoder: Decoder) -> Iterator[TextChunk]:
+        """The decoder's chunks with their text; all of a request's texts together are its final text."""
+        for chunk in stream(decoder):
+            pieces = self._pieces[chunk.request]
+            if chunk.finish_reason is not None:
+                pieces.append(self._streams[chunk.request].flush())
+            text = "".join(pieces)
+            pieces.clear()
+            yield TextChunk(
+                request=chunk.request,
+                text=text,
+                token_ids=chunk.token_ids,
+                num_accepted=chunk.num_accepted,
+                finish_reason=chunk.finish_reason,
+            )

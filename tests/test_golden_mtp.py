@@ -1,0 +1,222 @@
+"""T23: the model and its MTP head against the outputs of DeepSeek's own inference code (tests/data/golden_mtp).
+
+T = nodes, V = vocabulary, N = draft nodes, M = residual streams, D = model width
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compressed_spec import TokenTree, load_model
+from compressed_spec.cache import Cache
+from compressed_spec.drafting import DraftRequest, MTPDrafter
+from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.tree import parse_tree
+
+FOLDER = Path(__file__).parent / "data" / "golden_mtp"
+GOLDEN: dict[str, Any] = json.loads((FOLDER / "golden.json").read_text())
+LENGTHS = sorted(map(int, GOLDEN))
+TOLERANCE = 2e-4  # absolute, on logits of size 10
+NORM_TOLERANCE = 1e-5  # relative; the recorded norms have 8 digits
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV4:
+    return load_model(FOLDER, progress=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadStep:
+    """One step of the head as it ran: the streams that it left, and its logits."""
+
+    streams_NMD: torch.Tensor
+    logits_NV: torch.Tensor
+
+
+@pytest.fixture
+def steps(model: DeepseekV4, monkeypatch: pytest.MonkeyPatch) -> list[HeadStep]:
+    """Fills with the head's steps as a drafter makes them."""
+    seen: list[HeadStep] = []
+    draft_logits = model.draft_logits
+
+    def record(streams_NMD: torch.Tensor) -> torch.Tensor:
+        logits_NV = draft_logits(streams_NMD)
+        seen.append(HeadStep(streams_NMD=streams_NMD, logits_NV=logits_NV))
+        return logits_NV
+
+    monkeypatch.setattr(model, "draft_logits", record)
+    return seen
+
+
+def propose(model: DeepseekV4, cache: Cache, rows: Sequence[int], roots: Sequence[int], tree: str) -> list[TokenTree]:
+    shape = parse_tree(tree)
+    assert shape is not None
+    request = DraftRequest(
+        cache=cache,
+        rows=tuple(rows),
+        roots=tuple(roots),
+        shape=shape,
+        max_depths=(shape.num_steps,) * len(rows),
+        temperatures=(0.0,) * len(rows),
+        noise=None,
+    )
+    return MTPDrafter(model).propose(request)
+
+
+def assert_target(logits_V: torch.Tensor, length: int) -> None:
+    golden = GOLDEN[str(length)]
+    torch.testing.assert_close(logits_V, torch.tensor(golden["target_logits"]), atol=TOLERANCE, rtol=0)
+    assert int(logits_V.argmax()) == golden["root"]
+
+
+def assert_chain(steps: Sequence[HeadStep], node: int, length: int) -> None:
+    """The three chained steps of the head, at this place among a step's nodes."""
+    chain = GOLDEN[str(length)]["mtp_chain"]
+    assert len(steps) == len(chain) == 3
+    for step, golden in zip(steps, chain, strict=True):
+        torch.testing.assert_close(step.logits_NV[node], torch.tensor(golden["logits"]), atol=TOLERANCE, rtol=0)
+        assert int(step.logits_NV[node].argmax()) == golden["argmax"]
+        assert step.streams_NMD[node].norm().item() == pytest.approx(golden["stream_norm"], rel=NORM_TOLERANCE)
+
+
+def chain_tokens(length: int) -> tuple[int, ...]:
+    golden = GOLDEN[str(length)]
+    assert [step["token_in"] for step in golden["mtp_chain"]] == [golden["root"], *chain_argmaxes(length)[:-1]]
+    return (golden["root"], *chain_argmaxes(length))
+
+
+def chain_argmaxes(length: int) -> list[int]:
+    return [step["argmax"] for step in GOLDEN[str(length)]["mtp_chain"]]
+
+
+# Ways to get a prompt into a row of a cache. Each returns the target's logits after the last token.
+
+
+def at_once(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
+    return model.prefill(cache, [prompt], rows=[row])[0]
+
+
+def in_pieces(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
+    """Several prefills of uneven length."""
+    logits_BV = torch.empty(0)
+    sizes = itertools.cycle((5, 1, 90))
+    start = 0
+    while start < len(prompt):
+        stop = start + next(sizes)
+        logits_BV = model.prefill(cache, [prompt[start:stop]], rows=[row])
+        start = stop
+    return logits_BV[0]
+
+
+def after_rejected_rounds(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
+    """Whole trees are rejected along the way and at the end: nothing of them may stay."""
+    wrong = TokenTree(tokens=[5, 6, 7, 8, 9, 10, 11], parents=[-1, 0, 0, 1, 3, 4, 2])
+    logits_BV = torch.empty(0)
+    for start in range(0, len(prompt), 110):
+        logits_BV = model.prefill(cache, [prompt[start : start + 110]], rows=[row])
+        for _ in range(2):
+            cache.commit(model.verify(cache, [wrong], rows=[row]), [[]])
+    return logits_BV[0]
+
+
+def one_by_one(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
+    """A prefill, then rounds of a single node in which nobody drafts."""
+    start = max(len(prompt) - 9, 0)
+    if start:
+        model.prefill(cache, [prompt[:start]], rows=[row])
+    logits_TV = torch.empty(0)
+    for token in prompt[start:]:
+        verify = model.verify(cache, [TokenTree(tokens=[token], parents=[-1])], rows=[row])
+        cache.commit(verify, [[0]])
+        logits_TV = verify.logits
+    return logits_TV[-1]
+
+
+def along_trees(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
+    """A prefill, then trees of which one path, with wrong siblings at every depth, holds the prompt's next tokens."""
+    start = max(len(prompt) - 25, 0)
+    if start:
+        model.prefill(cache, [prompt[:start]], rows=[row])
+    logits_V = torch.empty(0)
+    while start < len(prompt):
+        piece = prompt[start : start + 5]
+        tokens, parents, path = [piece[0]], [-1], [0]
+        for token in piece[1:]:
+            tokens += [(token + 1) % 320, token, (token + 2) % 320]
+            parents += [path[-1]] * 3
+            path.append(len(tokens) - 2)
+        verify = model.verify(cache, [TokenTree(tokens=tokens, parents=parents)], rows=[row])
+        cache.commit(verify, [path])
+        logits_V = verify.logits[path[-1]]
+        start += len(piece)
+    return logits_V
+
+
+WAYS = [at_once, in_pieces, after_rejected_rounds, one_by_one, along_trees]
+Way = Callable[[DeepseekV4, Cache, int, Sequence[int]], torch.Tensor]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.__name__))
+def test_T23_target_and_head_equal_the_reference(
+    model: DeepseekV4, steps: list[HeadStep], way: Way, length: int
+) -> None:
+    cache = model.new_cache(max_length=320, prefill_chunk=37)
+    golden = GOLDEN[str(length)]
+    assert_target(way(model, cache, 0, golden["prompt"]), length)
+    for _ in range(2):  # drafting leaves nothing behind: a second draft is the same
+        steps.clear()
+        (tree,) = propose(model, cache, [0], [golden["root"]], "s3_k1_d4")
+        assert_chain(steps, 0, length)
+        assert tree.tokens == chain_tokens(length)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("way", [after_rejected_rounds, along_trees], ids=lambda way: str(way.__name__))
+def test_T23_head_in_a_batch_with_every_row_active(model: DeepseekV4, steps: list[HeadStep], way: Way) -> None:
+    rows = [3, 0, 4, 2]  # row 1 stays free
+    cache = model.new_cache(batch_size=5, max_length=320, prefill_chunk=64)
+    for row, length in zip(rows, LENGTHS, strict=True):
+        assert_target(way(model, cache, row, GOLDEN[str(length)]["prompt"]), length)
+    trees = propose(model, cache, rows, [GOLDEN[str(length)]["root"] for length in LENGTHS], "s3_k1_d4")
+    for node, length in enumerate(LENGTHS):
+        assert_chain(steps, node, length)
+        assert trees[node].tokens == chain_tokens(length)
+
+
+def test_T23_prefill_of_all_prompts_together(model: DeepseekV4, steps: list[HeadStep]) -> None:
+    cache = model.new_cache(batch_size=4, max_length=320, prefill_chunk=50)
+    logits_BV = model.prefill(cache, [GOLDEN[str(length)]["prompt"] for length in LENGTHS])
+    propose(model, cache, range(4), [GOLDEN[str(length)]["root"] for length in LENGTHS], "s3_k1_d4")
+    for row, length in enumerate(LENGTHS):
+        assert_target(logits_BV[row], length)
+        assert_chain(steps, row, length)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_T23_best_path_of_a_drafted_tree_is_the_chain(model: DeepseekV4, length: int) -> None:
+    """Beside siblings, every node of the greedy path is still drafted from its own streams and rows."""
+    cache = model.new_cache(max_length=320)
+    golden = GOLDEN[str(length)]
+    model.prefill(cache, [golden["prompt"]])
+    (tree,) = propose(model, cache, [0], [golden["root"]], "s3_k3_d22")
+    node = 0
+    for token in chain_argmaxes(length):
+        children = tree.children(node)
+        assert token in [tree.tokens[child] for child in children]
+        node = next(child for child in children if tree.tokens[child] == token)
+
+
+def test_T23_float64_agrees_as_well() -> None:
+    wide = load_model(FOLDER, dtype="float64", progress=False)
+    cache = wide.new_cache(batch_size=4, max_length=320)
+    logits_BV = wide.prefill(cache, [GOLDEN[str(length)]["prompt"] for length in LENGTHS])
+    assert logits_BV.dtype == torch.float64
+    for row, length in enumerate(LENGTHS):
+        assert_target(logits_BV[row].float(), length)

@@ -1,0 +1,60 @@
+"""The model's parameters are those that the config implies, by name and shape; the real sizes on the meta device."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DeepseekV4Config as TransformersConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
+
+from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, parse_config
+from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind, expected_parameters
+from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
+
+DATA = Path(__file__).parent / "data"
+CONFIGS = {path.stem: path for path in sorted((DATA / "configs").glob("*.json"))} | {
+    "golden_mtp": DATA / "golden_mtp" / "config.json"
+}
+
+
+def read(name: str) -> DeepseekV4Config:
+    return parse_config(json.loads(CONFIGS[name].read_text()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("head", [DraftHeadKind.MTP, DraftHeadKind.NONE])
+def test_model_has_the_expected_parameters(name: str, head: DraftHeadKind) -> None:
+    config = read(name)
+    with torch.device("meta"):
+        model = DeepseekV4(config, with_mtp=head is DraftHeadKind.MTP, dtype=torch.bfloat16)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert shapes == expected_parameters(config, head)
+
+
+# Parameters of the body, without the tables of hash-routed layers, as DeepSeek states them: "284B" and "1.6T".
+@pytest.mark.parametrize(("name", "billions"), [("v4_flash", 284), ("v4_flash_base", 284), ("v4_pro", 1573)])
+def test_number_of_parameters(name: str, billions: int) -> None:
+    with torch.device("meta"):
+        model = DeepseekV4(read(name), with_mtp=False, dtype=torch.bfloat16)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("label", ["main", "compress"])
+def test_rotation_equals_transformers_up_to_the_last_position(name: str, label: str) -> None:
+    raw = json.loads(CONFIGS[name].read_text())
+    raw["compress_ratios"] = raw["compress_ratios"][: raw["num_hidden_layers"]]
+    config = read(name)
+    position_N = torch.tensor([0, 1, 2, 100, 4095, 65536, config.max_position_embeddings - 1])
+    rope = DeepseekV4RotaryEmbedding(TransformersConfig(**raw))
+    ours = rope_frequencies(config, compress=label == "compress", dtype=torch.float32)
+    torch.testing.assert_close(ours, getattr(rope, f"{label}_inv_freq"), rtol=1e-6, atol=0)
+    # Angles of a million amplify the last bit of a float32 frequency by as much.
+    cos, sin = rope(torch.zeros(1), position_N[None], layer_type=label)
+    here = rotation(ours, position_N)
+    tolerance = config.max_position_embeddings * 2e-7
+    torch.testing.assert_close(here.cos_NP, cos[0], rtol=0, atol=tolerance)
+    torch.testing.assert_close(here.sin_NP, sin[0], rtol=0, atol=tolerance)
+    torch.testing.assert_close(here.cos_NP[:4], cos[0, :4], rtol=0, atol=2e-5)
