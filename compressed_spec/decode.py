@@ -5,20 +5,21 @@ B = batch rows, V = vocabulary
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from compressed_spec.accepting import Context, accept, first_tokens
 from compressed_spec.cache import Cache
-from compressed_spec.drafting.base import Drafter, DraftRequest, usable_tree
+from compressed_spec.drafting.base import Drafter, DraftRequest, SamplingDrafter, usable_tree
+from compressed_spec.drafting.fit import proposal_for
 from compressed_spec.noise import gumbel_noise, seed_tensor
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.stats import StageClock, StatsBuilder
 from compressed_spec.target import TargetModel
 from compressed_spec.tree import TokenTree, TreeShape
-from compressed_spec.verifying import DraftTree, Proposal, Verifier
+from compressed_spec.verifying import DraftTree, Proposal, Verifier, draft_coins
 
 StopCheck = Callable[[Sequence[int]], int | None]
 
@@ -106,6 +107,7 @@ class Decoder:
         self._model, self._cache, self._verifier = model, cache, verifier
         self._drafter = None if shape is None else drafter
         self._shape = shape
+        self._proposal = proposal_for(verifier, self._drafter, shape)
         self._max_rows = min(cache.shape.batch_size, cache.shape.max_nodes // num_nodes)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._active: list[_Active] = []
@@ -167,6 +169,7 @@ class Decoder:
                 )
             with self.clock.stage("sample"):
                 tokens = first_tokens(logits_BV, [a.context for a in joining])
+            chunks = [self._cut(active, [token]) for active, token in zip(joining, tokens, strict=True)]
         except BaseException:
             # As if they had never joined, so that the next step starts them afresh.
             for active in joining:
@@ -174,14 +177,11 @@ class Decoder:
             self._waiting.extendleft((a.number, a.request) for a in reversed(joining))
             raise
         self._active += joining
-        chunks = []
-        for active, token in zip(joining, tokens, strict=True):
-            chunk = self._cut(active, [token])
+        for active, token, chunk in zip(joining, tokens, chunks, strict=True):
             active.output_ids.append(token)
             if chunk.finish_reason is None:
                 self._tell_drafter("start", active, [*active.request.prompt_ids, token])
             self._finish(active, chunk)
-            chunks.append(chunk)
         return chunks
 
     def _round(self) -> list[Chunk]:
@@ -261,7 +261,10 @@ class Decoder:
         trees: list[TokenTree | DraftTree] = []
         if self._drafter is not None and self._shape is not None and max(max_depths) > 0:
             try:
-                trees = list(self._drafter.propose(self._request(active, roots, max_depths, self._shape)))
+                trees = list(self._propose(active, roots, max_depths, self._shape))
+                if strange := [tree for tree in trees if not isinstance(tree, TokenTree | DraftTree)]:
+                    trees = []
+                    raise TypeError(f"A drafter's propose must give TokenTree or DraftTree, not {strange[0]!r}.")
             except Exception as error:
                 self._draft_error(error, active)
         drafts = []
@@ -270,20 +273,29 @@ class Decoder:
             drafts.append(self._usable(tree, root, max_depth))
         return drafts
 
+    def _propose(
+        self, active: Sequence[_Active], roots: Sequence[int], max_depths: Sequence[int], shape: TreeShape
+    ) -> Sequence[TokenTree | DraftTree]:
+        assert self._drafter is not None
+        request = self._request(active, roots, max_depths, shape)
+        if self._proposal is not Proposal.SAMPLED or all(a.request.params.is_greedy for a in active):
+            return self._drafter.propose(request)
+        assert isinstance(self._drafter, SamplingDrafter)
+        coins = [draft_coins(a.request.params.seed, len(a.request.prompt_ids) + len(a.output_ids)) for a in active]
+        return self._drafter.propose_sampled(request, coins)
+
     def _usable(self, draft: TokenTree | DraftTree, root: int, max_depth: int) -> DraftTree:
         tree = draft.tree if isinstance(draft, DraftTree) else draft
-        usable = usable_tree(
-            tree,
-            root,
-            vocab_size=self._model.vocab_size,
-            max_nodes=1 if self._shape is None else self._shape.num_nodes,
-            max_depth=max_depth,
-        )
+        vocab_size, max_nodes = self._model.vocab_size, 1 if self._shape is None else self._shape.num_nodes
         if isinstance(draft, DraftTree) and draft.proposal is Proposal.SAMPLED:
-            # Nothing may be dropped from a sampled tree because of its values, so it is taken as it is or not at all.
             self._verifier.check(draft)
-            if tree.tokens[0] == root and max(tree.depths) <= max_depth
-        return DraftTree(tree=usable, proposal=Proposal.DETERMINISTIC, fixed_topology=False)
+            # Nothing may be dropped from a sampled tree because of its values: it is taken whole or not at all.
+            fits = tree.tokens[0] == root and len(tree) <= max_nodes and max(tree.depths) <= max_depth
+            if fits and all(0 <= token < vocab_size for token in tree.tokens):
+                return draft
+            max_nodes = 1
+        tree = usable_tree(tree, root, vocab_size=vocab_size, max_nodes=max_nodes, max_depth=max_depth)
+        return DraftTree(tree=tree, proposal=Proposal.DETERMINISTIC, fixed_topology=False)
 
     def _request(
         self, active: Sequence[_Active], roots: Sequence[int], max_depths: Sequence[int], shape: TreeShape
@@ -298,7 +310,7 @@ class Decoder:
             greedy_B1 = torch.tensor([[p.is_greedy] for p in params], device=device)
             return noise_BV.masked_fill_(greedy_B1, 0.0)
 
-        coupled = self._verifier.name == "coupled" and not all(p.is_greedy for p in params)
+        coupled = self._proposal is Proposal.COUPLED and not all(p.is_greedy for p in params)
         return DraftRequest(
             cache=self._cache,
             rows=tuple(a.row for a in active),

@@ -83,7 +83,7 @@ def _process_node(scores_V: Tensor, params: SamplingParams, history: NodeHistory
 
     if params.logits_processor is not None:
         ids_1L = torch.tensor([path_ids], dtype=torch.int64, device=device)
-        processed_1V = params.logits_processor(ids_1L, scores_V[None].clone())
+        processed_1V = params.logits_processor(ids_1L, scores_V[None])
         if processed_1V.shape != (1, vocab_size):
             raise ValueError(
                 f"logits_processor must return scores of shape (1, {vocab_size}), got {tuple(processed_1V.shape)}."

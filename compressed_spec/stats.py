@@ -53,7 +53,7 @@ class RequestStats:
     num_rounds: verifications. num_draft_tokens: drafted tokens verified (roots not counted). num_accepted_tokens: of
     those, emitted. num_accepted_tokens_per_pos: rounds that emitted a drafted token at depth 1, 2, ... (unconditional).
     acceptance_length: tokens emitted a round, bonus counted, pooled over rounds; without the prefill's token and a last
-    round that was cut short; 0.0 without such rounds. num_draft_errors: rounds whose drafter raised.
+    round that was cut short; 0.0 without such rounds. num_draft_errors: times its drafter raised.
     """
 
     num_rounds: int

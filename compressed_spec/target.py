@@ -181,8 +181,8 @@ class TargetModel(nn.Module, ABC):
             self.check_tokens(tree.tokens)
             if cache.lengths[row] + max(tree.depths) + 1 > cache.shape.max_length:
                 raise ValueError(
-                    f"A tree of depth {max(tree.depths)} does not fit after the {cache.lengths[row]} tokens of row {row}: "
-                    f"make a cache with a max_length above {cache.shape.max_length}."
+                    f"A tree of depth {max(tree.depths)} does not fit after the {cache.lengths[row]} tokens of row "
+                    f"{row}: make a cache with a max_length above {cache.shape.max_length}."
                 )
         return self._run(cache, trees, rows, want_logits=True)[0]
 

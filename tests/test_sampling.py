@@ -86,6 +86,14 @@ def test_filters_on_ties() -> None:
     assert kept.tolist() == [True, True, True, True, False]
     kept = target_log_probs(torch.zeros(1, 4), [SamplingParams(temperature=1.0, top_p=0.5)])[0].isfinite()
     assert kept.tolist() == [True, True, False, False]
+    kept = target_log_probs(torch.zeros(1, 1000), [SamplingParams(temperature=1.0, top_p=0.3)])[0].isfinite()
+    assert kept.nonzero().flatten().tolist() == list(range(int(kept.sum())))
+    assert 299 <= int(kept.sum()) <= 301
+
+
+def test_top_p_too_small_for_float64_keeps_the_best_token() -> None:
+    log_p_NV = target_log_probs(torch.tensor([[0.0, 1.0, 0.5]]), [SamplingParams(temperature=1.0, top_p=1e-20)])
+    assert log_p_NV.tolist() == [[-INF, 0.0, -INF]]
 
 
 def test_T32_presence_and_frequency_penalties_count_generated_tokens_only() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from compressed_spec.cache import Cache
 from compressed_spec.tree import TokenTree, TreeShape
+from compressed_spec.verifying import Coins, DraftTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,8 @@ class DraftRequest:
     rows, roots: batch rows of `cache` and their newest tokens, which become the trees' roots. shape: steps, children
     and nodes asked for; a drafter that does not step reads them as caps. max_depths: how deep each row's tree may
     reach (0 = the root alone). temperatures: of each row's target law, 0 for greedy. noise: None at temperature 0,
-    else noise(depth) gives the Gumbel noise `[B, V]` that will decide each row's token at that depth (root's children: 1).
+    else noise(depth) gives the Gumbel noise `[B, V]` that will decide each row's token at that depth (1: the root's
+    children).
     """
 
     cache: Cache
@@ -34,7 +36,8 @@ class Drafter(Protocol):
     """The interface of every drafter, a user's own included.
 
     A drafter can only cost speed: what it proposes never changes the output. Invalid ids, repeated siblings and nodes
-    beyond the request's caps are dropped; an exception from `propose` costs the round its draft, with a warning.
+    beyond the request's caps are dropped, and a sampled tree that has any of these as a whole; an exception costs the
+    round its draft, with a warning.
     """
 
     def start(self, row: int, token_ids: Sequence[int]) -> None:
@@ -51,6 +54,15 @@ class Drafter(Protocol):
 
     def release(self, row: int) -> None:
         """The row's request is over."""
+        ...
+
+
+@runtime_checkable
+class SamplingDrafter(Drafter, Protocol):
+    """A drafter that can also draw its trees from a law, which the verifiers leviathan, block and traversal need."""
+
+    def propose_sampled(self, request: DraftRequest, coins: Sequence[Coins]) -> Sequence[DraftTree]:
+        """One tree a row, drawn with the row's coins; its topology must not depend on the values drawn."""
         ...
 
 

@@ -8,7 +8,15 @@ from compressed_spec.testing.drafters import (
     WrongDrafter,
     random_tree,
 )
-from compressed_spec.testing.models import Reference, ReferenceState, greedy_text, random_model, tiny_config
+from compressed_spec.testing.models import (
+    Reference,
+    ReferenceState,
+    greedy_text,
+    prefilled,
+    random_model,
+    random_text,
+    tiny_config,
+)
 from compressed_spec.testing.state import (
     assert_near,
     assert_same_state,
@@ -32,7 +40,9 @@ __all__ = [
     "live_rows",
     "live_state",
     "poison",
+    "prefilled",
     "random_model",
+    "random_text",
     "random_tree",
     "raw_bytes",
     "tiny_config",

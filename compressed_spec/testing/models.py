@@ -3,6 +3,7 @@
 V = vocabulary
 """
 
+import random
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -85,6 +86,21 @@ def greedy_text(model: TargetModel, prompt_ids: Sequence[int], count: int) -> li
     return text
 
 
+def random_text(count: int, *, vocab_size: int = 48, seed: int = 0) -> list[int]:
+    """`count` random token ids; the same seed draws the same ids, and a longer text continues a shorter one."""
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(count)]
+
+
+def prefilled(
+    model: TargetModel, texts: Sequence[Sequence[int]], *, max_length: int = 128, max_nodes: int = 64
+) -> Cache:
+    """A cache with one row a text, filled with it. The texts run through one prefill, all rows together."""
+    cache = model.new_cache(batch_size=len(texts), max_length=max_length, max_nodes=max_nodes)
+    model.prefill(cache, texts)
+    return cache
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceState:
     """Where a one-token-at-a-time run stands: logits `[V]` after its last token, and its cache (one row)."""
@@ -100,7 +116,7 @@ class Reference:
     """
 
     def __init__(self, model: TargetModel, max_length: int = 128) -> None:
-        self._model, self._max_length = model, max_length
+        self.model, self._max_length = model, max_length
         self._states: dict[tuple[int, ...], ReferenceState] = {}
 
     def after(self, token_ids: Sequence[int]) -> ReferenceState:
@@ -111,10 +127,10 @@ class Reference:
             if n:
                 cache = deepcopy(self._states[tokens[:n]].cache)
             else:
-                cache = self._model.new_cache(
+                cache = self.model.new_cache(
                     max_length=self._max_length, max_nodes=1, prefill_chunk=1, max_draft_nodes=1
                 )
-            verify = self._model.verify(cache, [TokenTree(tokens=[tokens[n]], parents=[-1])])
+            verify = self.model.verify(cache, [TokenTree(tokens=[tokens[n]], parents=[-1])])
             cache.commit(verify, [[0]])
             self._states[tokens[: n + 1]] = ReferenceState(logits_V=verify.logits[0], cache=cache)
         return self._states[tokens]

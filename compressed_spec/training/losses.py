@@ -1,0 +1,123 @@
+"""What the demo is trained on: next tokens, chained draft steps, an early exit, and the indexers.
+
+B = rows, L = tokens a row, T = B L, D = model width, V = vocabulary
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from compressed_spec.training.corpus import Batch
+from compressed_spec.training.dense import DenseForward, Passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What a stretch of training does. draft_steps: chained steps of the draft head. exit_layer: None for no early exit.
+
+    select: whether the indexers' choice counts. skip: layers dropped in this step.
+    """
+
+    select: bool
+    draft_steps: int
+    exit_layer: int | None
+    skip: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossWeights:
+    """`draft` by chain step; `teacher` is how much of a draft label is the target's own law and not the corpus."""
+
+    draft: tuple[float, ...] = (0.3, 0.2, 0.15)
+    teacher: float = 0.5
+    early_exit: float = 0.1
+    index: float = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Losses:
+    """The sum to differentiate, its parts, and the forward that it came from."""
+
+    total: torch.Tensor
+    parts: dict[str, float]
+    passed: Passed
+
+
+def next_token_loss(
+    x_TD: torch.Tensor, head_VD: torch.Tensor, labels_T: torch.Tensor, weights_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted mean cross entropy, and log probabilities `[T, V]` (cut from the graph)."""
+    log_TV = F.linear(x_TD, head_VD).log_softmax(-1)
+    picked_T = log_TV.gather(1, labels_T.unsqueeze(1)).squeeze(1)
+    return -(picked_T * weights_T).sum() / weights_T.sum().clamp(min=1e-6), log_TV.detach()
+
+
+def draft_loss(
+    x_TD: torch.Tensor,
+    head_VD: torch.Tensor,
+    labels_T: torch.Tensor,
+    weights_T: torch.Tensor,
+    teacher_TV: torch.Tensor,
+    shift: int,
+    length: int,
+    mix: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted mean cross entropy with a mix of the corpus and the target's law `shift` tokens on, and the share of
+    tokens where both would choose alike. The last `shift` tokens of a row have no teacher and do not count."""
+    log_BLV = F.linear(x_TD, head_VD).log_softmax(-1).unflatten(0, (-1, length))[:, : length - shift]
+    labels_BL = labels_T.unflatten(0, (-1, length))[:, : length - shift]
+    weights_BL = weights_T.unflatten(0, (-1, length))[:, : length - shift]
+    law_BLV = teacher_TV.unflatten(0, (-1, length))[:, shift:]
+    picked = log_BLV.gather(2, labels_BL.unsqueeze(2)).squeeze(2)
+    taught = (law_BLV.exp() * log_BLV).sum(-1)
+    norm = weights_BL.sum().clamp(min=1e-6)
+    same = (log_BLV.detach().argmax(-1) == law_BLV.argmax(-1)).to(weights_BL.dtype)
+    loss = -(((1 - mix) * picked + mix * taught) * weights_BL).sum() / norm
+    return loss, (same * weights_BL).sum() / norm
+
+
+class LossFunction:
+    """All losses of one batch."""
+
+    def __init__(self, forward: DenseForward, weights: LossWeights, *, compile: bool = False) -> None:
+        self.forward, self.weights = forward, weights
+        wrap: Callable[[Any], Any] = torch.compile(dynamic=False, fullgraph=True) if compile else lambda f: f
+        self._next, self._draft = wrap(next_token_loss), wrap(draft_loss)
+
+    def __call__(self, batch: Batch, stage: Stage) -> Losses:
+        length, forward = self.forward.length, self.forward
+        head_VD = forward.weights["head.weight"]
+
+        def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
+            return tensor[:, by : by + length].contiguous()
+
+        labels_T, weights_T = shifted(batch.tokens, 1).flatten(), shifted(batch.weights, 1).flatten()
+        passed = forward(shifted(batch.tokens, 0), select=stage.select, skip=stage.skip)
+        main, teacher_TV = self._next(forward.hidden(passed.streams[-1]), head_VD, labels_T, weights_T)
+        total = main + self.weights.index * passed.index_loss
+        parts = {"main": float(main.detach()), "index": float(passed.index_loss.detach())}
+        if stage.exit_layer is not None:
+            hidden_TD = forward.hidden(passed.streams[stage.exit_layer])
+            early, _ = self._next(hidden_TD, head_VD, labels_T, weights_T)
+            total = total + self.weights.early_exit * early
+            parts["early_exit"] = float(early.detach())
+        if stage.draft_steps:
+            told = [shifted(batch.tokens, step + 1) for step in range(stage.draft_steps)]
+            for step, streams_TMD in enumerate(forward.draft(passed.streams[-1], told, passed), start=1):
+                loss, agreed = self._draft(
+                    forward.hidden(streams_TMD, "mtp.0."),
+                    head_VD,
+                    shifted(batch.tokens, step + 1).flatten(),
+                    shifted(batch.weights, step + 1).flatten(),
+                    teacher_TV,
+                    step,
+                    length,
+                    self.weights.teacher,
+                )
+                total = total + self.weights.draft[step - 1] * loss
+                parts[f"draft_{step}"] = float(loss.detach())
+                parts[f"agree_{step}"] = float(agreed)
+        return Losses(total=total, parts=parts, passed=passed)
