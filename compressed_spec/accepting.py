@@ -5,6 +5,7 @@ T = nodes of all trees, B = trees, V = vocabulary
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
@@ -45,6 +46,26 @@ def first_tokens(logits_BV: torch.Tensor, contexts: Sequence[Context]) -> list[i
     positions_B = torch.tensor([len(c.prompt_ids) for c in contexts], device=logits_BV.device)
     histories = [c.history() for c in contexts]
     return target_tokens(logits_BV, [c.params for c in contexts], positions_B, histories).tolist()
+
+
+class Logprobs(StrEnum):
+    """What a token's log probability refers to."""
+
+    RAW = "raw"  # the model's logits alone
+    FILTERED = "filtered"  # the law that it was drawn from: after processors, temperature and filters (0.0 if greedy)
+
+
+def token_logprobs(
+    logits_NV: torch.Tensor, token_ids: Sequence[int], context: Context, kind: Logprobs
+) -> tuple[float, ...]:
+    """Log probability of each of a request's consecutive tokens, under the logits `[N, V]` that it followed."""
+    if kind is Logprobs.RAW:
+        log_p_NV = torch.log_softmax(logits_NV.double(), dim=-1)
+    else:
+        histories = [context.history(token_ids[:n]) for n in range(len(token_ids))]
+        log_p_NV = target_log_probs(logits_NV, [context.params] * len(token_ids), histories)
+    tokens_N1 = torch.tensor(token_ids, device=logits_NV.device).unsqueeze(1)
+    return tuple(log_p_NV.gather(1, tokens_N1)[:, 0].tolist())
 
 
 def accept(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compressed_spec.accepting import Context, accept, first_tokens
+from compressed_spec.accepting import Context, Logprobs, accept, first_tokens, token_logprobs
 from compressed_spec.cache import Cache
 from compressed_spec.drafting.base import Drafter, DraftRequest, SamplingDrafter, usable_tree
 from compressed_spec.drafting.fit import proposal_for
@@ -29,7 +29,7 @@ class Request:
     """One text to continue.
 
     stop_token_ids: end the text, included in it. stop_check: told the tokens of each round, says how many of them to
-    keep if the text ends there (stop strings), else None.
+    keep if the text ends there (stop strings), else None. logprobs: which log probabilities to give, None for none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -37,18 +37,20 @@ class Request:
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     stop_check: StopCheck | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Tokens that a request emitted in one round.
 
-    request: its number, in order of submission. num_accepted: how many of them were drafted (they come first).
-    finish_reason: "stop" or "length" if it ends here.
+    request: its number, in order of submission. logprobs: of each token, if the request wants them. num_accepted: how
+    many of the tokens were drafted (they come first). finish_reason: "stop" or "length" if it ends here.
     """
 
     request: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
     num_accepted: int
     finish_reason: str | None
 
@@ -169,7 +171,10 @@ class Decoder:
                 )
             with self.clock.stage("sample"):
                 tokens = first_tokens(logits_BV, [a.context for a in joining])
-            chunks = [self._cut(active, [token]) for active, token in zip(joining, tokens, strict=True)]
+            chunks = [
+                self._cut(active, [token], logits_BV[i : i + 1])
+                for i, (active, token) in enumerate(zip(joining, tokens, strict=True))
+            ]
         except BaseException:
             # As if they had never joined, so that the next step starts them afresh.
             for active in joining:
@@ -192,10 +197,12 @@ class Decoder:
             verify = self._model.verify(self._cache, [d.tree for d in drafts], rows=[a.row for a in active])
         with self.clock.stage("sample"):
             accepted = accept(verify.logits, drafts, [a.context for a in active], self._verifier)
-        chunks = [
-            self._cut(one, [*(draft.tree.tokens[node] for node in acceptance.path[1:]), acceptance.next_token])
-            for one, draft, acceptance in zip(active, drafts, accepted, strict=True)
-        ]
+        chunks, first = [], 0
+        for one, draft, acceptance in zip(active, drafts, accepted, strict=True):
+            tokens = [*(draft.tree.tokens[node] for node in acceptance.path[1:]), acceptance.next_token]
+            nodes = [first + node for node in acceptance.path]
+            chunks.append(self._cut(one, tokens, verify.logits[nodes] if one.request.logprobs else None))
+            first += len(draft.tree)
         with self.clock.stage("commit"):
             self._cache.commit(
                 verify, [a.path[: len(chunk.token_ids)] for a, chunk in zip(accepted, chunks, strict=True)]
@@ -210,8 +217,11 @@ class Decoder:
             self._finish(one, chunk)
         return chunks
 
-    def _cut(self, active: _Active, tokens: Sequence[int]) -> Chunk:
-        """A round's tokens (accepted ones, then one of the target's own), up to the text's end."""
+    def _cut(self, active: _Active, tokens: Sequence[int], logits_NV: torch.Tensor | None) -> Chunk:
+        """A round's tokens (accepted ones, then one of the target's own) up to the text's end.
+
+        logits_NV: what each token followed, for its log probability.
+        """
         kept = list(tokens[: active.remaining])
         reason = "length" if len(kept) == active.remaining else None
         for index, token in enumerate(kept):
@@ -222,9 +232,13 @@ class Decoder:
             count = active.request.stop_check(kept)
             if count is not None:
                 kept, reason = kept[:count], "stop"
+        logprobs = None
+        if active.request.logprobs is not None and logits_NV is not None:
+            logprobs = token_logprobs(logits_NV[: len(kept)], kept, active.context, active.request.logprobs)
         return Chunk(
             request=active.number,
             token_ids=tuple(kept),
+            logprobs=logprobs,
             num_accepted=min(len(tokens) - 1, len(kept)),
             finish_reason=reason,
         )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from compressed_spec.accepting import Logprobs
 from compressed_spec.decode import Chunk, Decoder, Request, StopCheck, check_request
 from compressed_spec.drafting import Drafter, make_drafter
 from compressed_spec.noise import request_seed
@@ -15,9 +16,13 @@ from compressed_spec.verifying import make_verifier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """One prompt's new tokens (a stop token included), why they end ("stop" or "length"), and what it took."""
+    """One prompt's new tokens (a stop token included), why they end ("stop" or "length"), and what it took.
+
+    logprobs: one a token, if asked for.
+    """
 
     token_ids: list[int]
+    logprobs: list[float] | None
     finish_reason: str
     stats: RequestStats
 
@@ -42,6 +47,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     verifier: str = "auto",
+    logprobs: str | None = None,
     batch_size: int = 8,
 ) -> list[GenerationResult]:
     """Continue prompts with tree speculation; the text does not depend on `tree`, `drafter` or the company.
@@ -49,8 +55,9 @@ def generate(
     tree: "off" or sN_kK_dD. drafter: "auto" (the checkpoint's head, else n-gram), "mtp", "ngram", or an object.
     temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams. seed: one a request, or an
     int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS, [] for none. verifier:
-    "auto" (greedy, or coupled noise above temperature 0) or a name that `make_verifier` knows. batch_size: rows decoded
-    together; further prompts wait.
+    "auto" (greedy, or coupled noise above temperature 0) or a name that `make_verifier` knows. logprobs: "raw" for each
+    token's log probability under the model's logits, "filtered" under the law that it was drawn from. batch_size: rows
+    decoded together; further prompts wait.
 
     Raises ValueError for an option, prompt or combination that cannot be decoded exactly.
     """
@@ -67,7 +74,13 @@ def generate(
         logits_processor=logits_processor,
     )
     requests = make_requests(
-        model, prompts_ids, params, max_new_tokens=max_new_tokens, seed=seed, stop_token_ids=stop_token_ids
+        model,
+        prompts_ids,
+        params,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+        logprobs=logprobs,
     )
     if not requests:
         return []
@@ -86,6 +99,7 @@ def make_requests(
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
     stop_checks: Sequence[StopCheck] | None = None,
+    logprobs: str | None = None,
 ) -> list[Request]:
     """One request a prompt, with the same options and each its own seed (see `generate`).
 
@@ -93,6 +107,10 @@ def make_requests(
     """
     stops = frozenset(model.eos_token_ids if stop_token_ids is None else stop_token_ids)
     model.check_tokens(sorted(stops))
+    try:
+        kind = None if logprobs is None else Logprobs(logprobs)
+    except ValueError:
+        raise ValueError(f"Unknown logprobs {logprobs!r}: use 'raw', 'filtered' or None.") from None
     seeds = [request_seed(seed, i) for i in range(len(prompts_ids))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(prompts_ids):
         raise ValueError(f"Give one seed a prompt, or an int: got {len(seeds)} seeds for {len(prompts_ids)} prompts.")
@@ -103,6 +121,7 @@ def make_requests(
             max_new_tokens=max_new_tokens,
             stop_token_ids=stops,
             stop_check=None if stop_checks is None else stop_checks[i],
+            logprobs=kind,
         )
         for i, (prompt, own_seed) in enumerate(zip(prompts_ids, seeds, strict=True))
     ]
@@ -151,13 +170,16 @@ def stream(decoder: Decoder) -> Iterator[Chunk]:
 
 def collect(decoder: Decoder, num_requests: int) -> list[GenerationResult]:
     """The results of requests 0 .. num_requests - 1, once all have finished."""
-    token_ids: list[list[int]] = [[] for _ in range(num_requests)]
-    reasons = [""] * num_requests
+    chunks: list[list[Chunk]] = [[] for _ in range(num_requests)]
     for chunk in stream(decoder):
-        token_ids[chunk.request] += chunk.token_ids
-        reasons[chunk.request] = chunk.finish_reason or ""
+        chunks[chunk.request].append(chunk)
     times = decoder.clock.times()
     return [
-        GenerationResult(token_ids=ids, finish_reason=reason, stats=decoder.stats[number].build(times))
-        for number, (ids, reason) in enumerate(zip(token_ids, reasons, strict=True))
+        GenerationResult(
+            token_ids=[token for chunk in mine for token in chunk.token_ids],
+            logprobs=None if mine[0].logprobs is None else [p for chunk in mine for p in chunk.logprobs or ()],
+            finish_reason=mine[-1].finish_reason or "",
+            stats=decoder.stats[number].build(times),
+        )
+        for number, mine in enumerate(chunks)
     ]

@@ -35,7 +35,7 @@ class Case:
     experts: Any = "bf16"
     scale_dtype: Any = "e8m0"
     layout: Any = "upstream"
-    overrides: dict[str, object] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     def make(self, folder: Path) -> Path:
         # transformers knows ratios other than 4 and 128 only by these two keys, which upstream's layout may carry too.

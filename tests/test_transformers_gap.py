@@ -20,7 +20,7 @@ KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention", 16: "heavily_
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    ratios = (0, 4, 16, 4)
+    ratios = (0, 4, 16)
     return make_tiny_checkpoint(
         tmp_path_factory.mktemp("mixed"),
         experts="bf16",

@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
+from compressed_spec.chat import render_chat
 from compressed_spec.generate import make_decoder, make_requests
 from compressed_spec.models.deepseek_v4.checkpoint import resolve_folder
 from compressed_spec.models.deepseek_v4.load import checkpoint_folder, load_model
@@ -57,6 +59,16 @@ class GenerateCommand:
     """End the text before this string; repeat for several."""
     batch_size: int = 8
     """Prompts decoded together."""
+    chat: bool = False
+    """Each prompt is a user's message, in the tokenizer's chat template or DeepSeek-V4's own format."""
+    system: str | None = None
+    """System message of the chat."""
+    thinking: bool = False
+    """Let the chat model reason first."""
+    reasoning_effort: Literal["low", "high", "max"] | None = None
+    """How long it may reason."""
+    chat_revision: Literal["v4", "0731"] = "v4"
+    """Which checkpoint's chat format: V4-Flash / V4-Pro, or V4-Flash-0731."""
     device: str = "cpu"
     """Where to run, such as "cpu" or "cuda"."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
@@ -71,6 +83,8 @@ class GenerateCommand:
         prompts = self._prompts()
         if self.stream and (self.json or len(prompts) > 1):
             raise ValueError("--stream prints one prompt's text as it comes: leave out --json and further prompts.")
+        if not self.chat and (self.system or self.thinking or self.reasoning_effort):
+            raise ValueError("--system, --thinking and --reasoning-effort shape a chat: add --chat.")
         parse_tree(self.tree)  # a typing mistake must not cost the minutes that loading takes
         params = SamplingParams(
             temperature=self.temperature,
@@ -85,7 +99,7 @@ class GenerateCommand:
         texts = TextDecoder(tokenizer, len(prompts), self.stop)
         requests = make_requests(
             model,
-            [tokenizer(prompt)["input_ids"] for prompt in prompts],
+            [self._encode(tokenizer, prompt) for prompt in prompts],
             params,
             max_new_tokens=self.max_new_tokens,
             seed=self.seed,
@@ -115,6 +129,21 @@ class GenerateCommand:
                 print(output.text)
         if not self.json:
             _print_summary([decoder.stats[i].build(times) for i in range(len(prompts))], outputs)
+
+    def _encode(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+        if not self.chat:
+            ids: list[int] = tokenizer(prompt)["input_ids"]
+            return ids
+        messages = [{"role": "user", "content": prompt}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return render_chat(
+            tokenizer,
+            messages,
+            thinking=self.thinking,
+            reasoning_effort=self.reasoning_effort,
+            revision=self.chat_revision,
+        )
 
     def _prompts(self) -> list[str]:
         prompts = list(self.prompt)

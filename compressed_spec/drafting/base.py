@@ -44,7 +44,7 @@ class Drafter(Protocol):
         """A request begins in a row: its prompt and first token, the newest included."""
         ...
 
-    def propose(self, request: DraftRequest) -> Sequence[TokenTree]:
+    def propose(self, request: DraftRequest) -> Sequence[TokenTree | DraftTree]:
         """One tree a row of the request; its root is the row's newest token."""
         ...
 

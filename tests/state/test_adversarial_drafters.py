@@ -125,7 +125,7 @@ class Confused(Puppet):
 def test_T13_what_propose_gives_is_read_with_care(
     mixed: Reference, text: list[int], expected: list[int], kind: type[Puppet]
 ) -> None:
-    with pytest.warns(UserWarning, match="a drafter's own fault"):
+    with pytest.warns(UserWarning, match="The drafter failed"):
         outs = generate(
             mixed.model, [text[:9]] * 2, tree=SHAPE, drafter=kind("", expected), max_new_tokens=COUNT, stop_token_ids=[]
         )

@@ -1,0 +1,62 @@
+"""When a text ends for another reason than a token or its length: transformers' stopping criteria, token by token.
+
+L = tokens of a text, prompt included
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from compressed_spec.decode import StopCheck
+
+StoppingCriteria = Callable[[torch.Tensor, Any], bool | torch.Tensor]
+
+
+def criteria_check(
+    criteria: StoppingCriteria, prompt_ids: Sequence[int], device: torch.device | str = "cpu"
+) -> StopCheck:
+    """One request's stop check out of a transformers `StoppingCriteriaList`, or any f(ids [1, L], scores) -> done.
+
+    The criteria see the text as it stands after each token of a round, as if tokens had come one at a time; scores are
+    None. They are not asked about tokens after the one at which they end the text. A round whose criteria raised may be
+    tried again.
+
+    Raises ValueError if `criteria` cannot be called, and from the check if their answer is not one truth value.
+    """
+    if not callable(criteria):
+        raise ValueError("stopping_criteria must be callable; wrap a list in transformers' StoppingCriteriaList.")
+    text_1L = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=device)
+
+    def check(token_ids: Sequence[int]) -> int | None:
+        nonlocal text_1L
+        before = text_1L.shape[1]
+        longer_1L = torch.cat((text_1L, text_1L.new_tensor([list(token_ids)], dtype=torch.int64)), dim=1)
+        for count in range(1, len(token_ids) + 1):
+            if _is_done(criteria(longer_1L[:, : before + count], None)):
+                return count
+        text_1L = longer_1L
+        return None
+
+    return check
+
+
+def _is_done(answer: bool | torch.Tensor) -> bool:
+    if isinstance(answer, torch.Tensor) and answer.numel() != 1:
+        raise ValueError(
+            f"Stopping criteria must answer with one truth value for one text, got shape {tuple(answer.shape)}."
+        )
+    return bool(answer)
+
+
+def all_checks(checks: Iterable[StopCheck | None]) -> StopCheck | None:
+    """One check out of several: each is told every round, and the earliest end counts. None if there are none."""
+    present = [check for check in checks if check is not None]
+    if not present:
+        return None
+
+    def check(token_ids: Sequence[int]) -> int | None:
+        counts = [count for one in present if (count := one(token_ids)) is not None]
+        return min(counts, default=None)
+
+    return check
