@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import warnings
 from contextlib import redirect_stderr
 from typing import Annotated
 
@@ -17,11 +18,20 @@ Command = (
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
 )
 
+# Python's words for a number that is none.
+_PLAIN_WORDS = {
+    "invalid literal for int() with base 10:": "not a whole number:",
+    "could not convert string to float:": "not a number:",
+}
+
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command; exits with 2 after a user's fault, with its sentence on stderr and no traceback."""
     try:
-        _parse(argv).run()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            _parse(argv).run()
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has left; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -33,6 +43,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    print(f"{PROG}: warning: {message}", file=sys.stderr)
+
+
 def _parse(argv: list[str] | None) -> GenerateCommand | InspectCommand:
     """tyro's reading of the arguments, its boxed explanation of a fault cut down to the fault."""
     captured = io.StringIO()
@@ -41,9 +55,17 @@ def _parse(argv: list[str] | None) -> GenerateCommand | InspectCommand:
             command: GenerateCommand | InspectCommand = tyro.cli(Command, prog=PROG, args=argv)
     except SystemExit as stop:
         if stop.code == 2:
-            lines = [line.strip("│╭╮╰╯─| ") for line in captured.getvalue().splitlines()]
-            # The first line is the box's title, an empty one the rule after which tyro repeats its help.
-            fault = " ".join(lines[1 : lines.index("", 1)] if "" in lines[1:] else lines)
-            print(f"{PROG}: {fault} (see {PROG} --help)", file=sys.stderr)
+            print(f"{PROG}: {_fault(captured.getvalue())} (see {PROG} --help)", file=sys.stderr)
         raise
     return command
+
+
+def _fault(box: str) -> str:
+    """What a box of tyro's says below its title and above its help; rules part them, of dashes where not of lines."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
+    lines = lines[1:] if lines and not lines[0].strip("─-") else lines
+    end = next((i for i, line in enumerate(lines) if not line.strip("─-")), len(lines))
+    fault = " ".join(lines[:end])
+    for words, plain in _PLAIN_WORDS.items():
+        fault = fault.replace(words, plain)
+    return fault

@@ -77,12 +77,17 @@ class _Active:
 
 
 def check_request(model: TargetModel, request: Request) -> None:
-    """Raise ValueError for an empty prompt, a token id out of range, or no token to generate."""
+    """Raise ValueError for an empty prompt, a token id out of range, no token to generate, or more than fit."""
     if not request.prompt_ids:
         raise ValueError("A prompt is empty: give at least one token id, such as the BOS token.")
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}.")
+    if not isinstance(request.max_new_tokens, int) or request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be an int of at least 1, got {request.max_new_tokens!r}.")
     model.check_tokens(request.prompt_ids)
+    if len(request.prompt_ids) + request.max_new_tokens - 1 > model.max_position_embeddings:
+        raise ValueError(
+            f"A prompt of {len(request.prompt_ids)} tokens and {request.max_new_tokens} new ones go beyond the model's "
+            f"{model.max_position_embeddings} positions: shorten the prompt or lower max_new_tokens."
+        )
 
 
 class Decoder:
@@ -113,13 +118,14 @@ class Decoder:
         self._max_rows = min(cache.shape.batch_size, cache.shape.max_nodes // num_nodes)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._active: list[_Active] = []
+        self._unreported: list[Chunk] = []
         self._num_submitted = 0
         self.clock = StageClock()
         self.stats: dict[int, StatsBuilder] = {}
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._active)
+        return bool(self._waiting or self._active or self._unreported)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its number. It joins when a row is free.
@@ -141,15 +147,21 @@ class Decoder:
         return number
 
     def step(self) -> list[Chunk]:
-        """Let waiting requests into free rows, then run one round of those that are active."""
-        chunks = self._admit()
+        """Let waiting requests into free rows, then run one round of those that are active.
+
+        After an exception it may be called again: no token is lost, and whatever was under way starts afresh, except
+        that rows of a commit that failed are refused.
+        """
+        self._unreported += self._admit()
         if self._active:
-            chunks += self._round()
+            self._unreported += self._round()
+        chunks, self._unreported = self._unreported, []
         return chunks
 
     def close(self) -> None:
         """Release all rows; whatever has not finished is dropped."""
         self._waiting.clear()
+        self._unreported.clear()
         for active in list(self._active):
             self._leave(active)
 
@@ -208,10 +220,17 @@ class Decoder:
                 verify, [a.path[: len(chunk.token_ids)] for a, chunk in zip(accepted, chunks, strict=True)]
             )
         # Texts grow only now: whatever raised before this point left every request as it was.
+        num_steps = 0 if self._shape is None else self._shape.num_steps
         for one, draft, acceptance, chunk in zip(active, drafts, accepted, chunks, strict=True):
+            num_accepted, num_emitted = len(acceptance.path) - 1, len(chunk.token_ids)
+            # A round that uses up max_new_tokens is truncated too if there was no room for deeper drafts.
+            no_room = chunk.finish_reason == "length" and one.remaining - 1 < num_steps
             one.output_ids += chunk.token_ids
             self.stats[one.number].observe(
-                num_nodes=len(draft.tree), num_accepted=len(acceptance.path) - 1, num_emitted=len(chunk.token_ids)
+                num_nodes=len(draft.tree),
+                num_accepted=num_accepted,
+                num_emitted=num_emitted,
+                truncated=no_room or num_emitted <= num_accepted,
             )
             self._tell_drafter("observe", one, chunk.token_ids)
             self._finish(one, chunk)

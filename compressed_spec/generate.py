@@ -1,7 +1,9 @@
 """Prompts in, texts out: the public way to decode."""
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from compressed_spec.accepting import Logprobs
 from compressed_spec.decode import Chunk, Decoder, Request, StopCheck, check_request
@@ -9,6 +11,7 @@ from compressed_spec.drafting import Drafter, make_drafter
 from compressed_spec.noise import request_seed
 from compressed_spec.sampling_params import LogitsProcessor, SamplingParams
 from compressed_spec.stats import RequestStats
+from compressed_spec.stopping import StoppingCriteria, criteria_check
 from compressed_spec.target import TargetModel
 from compressed_spec.tree import parse_tree
 from compressed_spec.verifying import make_verifier
@@ -46,6 +49,7 @@ def generate(
     logits_processor: LogitsProcessor | None = None,
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] | None = None,
+    stopping_criteria: StoppingCriteria | None = None,
     verifier: str = "auto",
     logprobs: str | None = None,
     batch_size: int = 8,
@@ -53,11 +57,12 @@ def generate(
     """Continue prompts with tree speculation; the text does not depend on `tree`, `drafter` or the company.
 
     tree: "off" or sN_kK_dD. drafter: "auto" (the checkpoint's head, else n-gram), "mtp", "ngram", or an object.
-    temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams. seed: one a request, or an
-    int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS, [] for none. verifier:
-    "auto" (greedy, or coupled noise above temperature 0) or a name that `make_verifier` knows. logprobs: "raw" for each
-    token's log probability under the model's logits, "filtered" under the law that it was drawn from. batch_size: rows
-    decoded together; further prompts wait.
+    temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams. seed: one a request, or
+    an int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS, [] for none.
+    stopping_criteria: transformers' (see `criteria_check`). verifier: "auto" (greedy, or coupled noise above
+    temperature 0) or a name that `make_verifier` knows. logprobs: "raw" for each token's log probability under the
+    model's logits, "filtered" under the law that it was drawn from. batch_size: rows decoded together; further prompts
+    wait.
 
     Raises ValueError for an option, prompt or combination that cannot be decoded exactly.
     """
@@ -80,6 +85,9 @@ def generate(
         max_new_tokens=max_new_tokens,
         seed=seed,
         stop_token_ids=stop_token_ids,
+        stop_checks=None
+        if stopping_criteria is None
+        else [criteria_check(stopping_criteria, prompt, model.device) for prompt in prompts_ids],
         logprobs=logprobs,
     )
     if not requests:
@@ -103,28 +111,45 @@ def make_requests(
 ) -> list[Request]:
     """One request a prompt, with the same options and each its own seed (see `generate`).
 
-    Raises ValueError for stop ids out of range, or seeds that are not one a prompt.
+    Raises ValueError for prompts that are no token ids, stop ids out of range, or seeds that are not one a prompt.
     """
-    stops = frozenset(model.eos_token_ids if stop_token_ids is None else stop_token_ids)
+    prompts = [_token_ids(f"Prompt {i}", prompt) for i, prompt in enumerate(prompts_ids)]
+    stops = frozenset(model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids))
     model.check_tokens(sorted(stops))
     try:
         kind = None if logprobs is None else Logprobs(logprobs)
     except ValueError:
         raise ValueError(f"Unknown logprobs {logprobs!r}: use 'raw', 'filtered' or None.") from None
-    seeds = [request_seed(seed, i) for i in range(len(prompts_ids))] if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(prompts_ids):
-        raise ValueError(f"Give one seed a prompt, or an int: got {len(seeds)} seeds for {len(prompts_ids)} prompts.")
+    if not isinstance(seed, int | Sequence):
+        raise ValueError(f"seed must be an int, or a list of one int a prompt, got {seed!r}.")
+    seeds = [request_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(prompts):
+        raise ValueError(f"Give one seed a prompt, or an int: got {len(seeds)} seeds for {len(prompts)} prompts.")
     return [
         Request(
-            prompt_ids=tuple(prompt),
-            params=replace(params, seed=own_seed),
+            prompt_ids=prompt,
+            params=replace(params, seed=own_seed, logits_processor=bind_processor(params.logits_processor, prompt)),
             max_new_tokens=max_new_tokens,
             stop_token_ids=stops,
             stop_check=None if stop_checks is None else stop_checks[i],
             logprobs=kind,
         )
-        for i, (prompt, own_seed) in enumerate(zip(prompts_ids, seeds, strict=True))
+        for i, (prompt, own_seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
+
+
+def _token_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, ids))
+    except TypeError:
+        raise ValueError(f"{name} must be a list of token ids, got {str(ids)[:60]!r}: tokenize text first.") from None
+
+
+def bind_processor(processor: Any, prompt_ids: Sequence[int]) -> Any:
+    """The processor for texts that follow this prompt: itself, unless it (or a part of a list) has `for_prompt`."""
+    if isinstance(processor, list):
+        return type(processor)(bind_processor(part, prompt_ids) for part in processor)
+    return processor.for_prompt(prompt_ids) if hasattr(processor, "for_prompt") else processor
 
 
 def make_decoder(

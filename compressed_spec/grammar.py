@@ -93,7 +93,7 @@ def json_schema_mask(
     *,
     eos_token_ids: Sequence[int] | None = None,
 ) -> GrammarMask:
-    """Texts that are JSON of this schema (llguidance's `x-guidance` key, e.g. `{"whitespace_flexible": False}`, is read).
+    """Texts that are JSON of this schema, in which llguidance's key `x-guidance` is read as well.
 
     tokenizer: a fast tokenizer of transformers, or `grammar_tokenizer`'s result, which saves the second or so that
     reading a large vocabulary takes. eos_token_ids: the tokens that may end a text, the tokenizer's EOS by default;

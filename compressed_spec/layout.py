@@ -142,7 +142,7 @@ class CacheShape:
     """How large a cache is; nodes are counted for all sequences together.
 
     max_nodes: nodes of one verify. prefill_chunk: tokens of one forward of a prefill. max_draft_nodes: nodes that a
-    draft head may process in a round.
+    draft head may process in a round. Raises ValueError for a size below 1.
     """
 
     batch_size: int
@@ -150,6 +150,11 @@ class CacheShape:
     max_nodes: int
     prefill_chunk: int
     max_draft_nodes: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_length", "max_nodes", "prefill_chunk", "max_draft_nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"A cache needs {name} of at least 1, got {getattr(self, name)}.")
 
     def num_scratch(self, pool: PoolSpec) -> int:
         """Scratch rows of a pool: one a node of the largest forward that writes it."""

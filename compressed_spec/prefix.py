@@ -46,8 +46,8 @@ class PrefixStore:
         """
         if snapshot.lengths != (len(token_ids),) or not token_ids:
             raise ValueError(
-                f"A stored prefix needs a snapshot of one row that holds its {len(token_ids)} tokens, at least one; this "
-                f"one has rows of {list(snapshot.lengths)}: take it with cache.snapshot([row]) at that length."
+                f"A stored prefix needs a snapshot of one row that holds its {len(token_ids)} tokens, at least one; "
+                f"this one has rows of {list(snapshot.lengths)}: take it with cache.snapshot([row]) at that length."
             )
         tokens = tuple(token_ids)
         self._snapshots[tokens] = snapshot

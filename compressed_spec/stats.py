@@ -53,7 +53,7 @@ class RequestStats:
     num_rounds: verifications. num_draft_tokens: drafted tokens verified (roots not counted). num_accepted_tokens: of
     those, emitted. num_accepted_tokens_per_pos: rounds that emitted a drafted token at depth 1, 2, ... (unconditional).
     acceptance_length: tokens emitted a round, bonus counted, pooled over rounds; without the prefill's token and a last
-    round that was cut short; 0.0 without such rounds. num_draft_errors: times its drafter raised.
+    round that the text's end truncated; 0.0 without such rounds. num_draft_errors: times its drafter raised.
     """
 
     num_rounds: int
@@ -76,15 +76,18 @@ class StatsBuilder:
     whole_rounds: int = 0
     whole_tokens: int = 0
 
-    def observe(self, *, num_nodes: int, num_accepted: int, num_emitted: int) -> None:
-        """One round: nodes verified, drafted tokens accepted, and tokens emitted (the bonus included)."""
+    def observe(self, *, num_nodes: int, num_accepted: int, num_emitted: int, truncated: bool) -> None:
+        """One round: nodes verified, drafted tokens accepted, and tokens emitted (the bonus included).
+
+        truncated: the round ended the text where more drafts might have been accepted, had the text gone on.
+        """
         self.num_rounds += 1
         self.num_draft_tokens += num_nodes - 1
         for depth in range(min(num_accepted, num_emitted)):
             if depth == len(self.accepted_per_pos):
                 self.accepted_per_pos.append(0)
             self.accepted_per_pos[depth] += 1
-        if num_emitted == num_accepted + 1:
+        if not truncated:
             self.whole_rounds += 1
             self.whole_tokens += num_emitted
 

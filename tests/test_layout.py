@@ -21,7 +21,7 @@ LAYERS = (
     {"noise", "sampling_params", "processors", "sampling", "stats"},
     {"verifying", "drafting", "shaping"},
     {"accepting", "decode"},
-    {"generate", "text", "chat", "streaming", "hf", "inspection"},
+    {"stopping", "generate", "text", "chat", "streaming", "grammar", "hf", "hf_processors", "inspection"},
     {"__init__"},
     {"measure", "training", "testing"},
     {"commands", "demo"},

@@ -137,6 +137,8 @@ CASES = {
         ratios=(128, 4, 128),
         length=4 * 128 + 3,
         overrides={
+            "layer_types": None,  # a released checkpoint's config: compress_ratios alone
+            "compress_rates": None,
             "hidden_size": 64,
             "moe_intermediate_size": 32,
             "num_attention_heads": 2,

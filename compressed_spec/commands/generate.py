@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compressed_spec.chat import render_chat
 from compressed_spec.generate import make_decoder, make_requests
-from compressed_spec.models.deepseek_v4.checkpoint import resolve_folder
+from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.load import checkpoint_folder, load_model
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.stats import RequestStats
@@ -29,7 +29,7 @@ class GenerateCommand:
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint: a folder, a hub id, or "demo"."""
-    source: Annotated[Literal["-"] | None, tyro.conf.Positional, tyro.conf.arg(metavar="-")] = None
+    source: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="-")] = None
     """"-" reads the prompt from standard input."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A prompt; repeat for several."""
@@ -40,7 +40,8 @@ class GenerateCommand:
     drafter: str = "auto"
     """"auto", "mtp" or "ngram"."""
     verifier: str = "auto"
-    """How drafts are accepted above temperature 0: "auto", "coupled", "target"."""
+    """How drafts are accepted above temperature 0: "auto", "coupled", "target", or, for drafts drawn from the head's
+    law, "leviathan", "block" (chains) and "traversal"."""
     max_new_tokens: int = 128
     """Most tokens a prompt."""
     temperature: float = 0.0
@@ -85,6 +86,8 @@ class GenerateCommand:
             raise ValueError("--stream prints one prompt's text as it comes: leave out --json and further prompts.")
         if not self.chat and (self.system or self.thinking or self.reasoning_effort):
             raise ValueError("--system, --thinking and --reasoning-effort shape a chat: add --chat.")
+        if self.reasoning_effort and not self.thinking:
+            raise ValueError("--reasoning-effort says how long to reason: add --thinking.")
         parse_tree(self.tree)  # a typing mistake must not cost the minutes that loading takes
         params = SamplingParams(
             temperature=self.temperature,
@@ -93,13 +96,15 @@ class GenerateCommand:
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
         )
-        folder = resolve_folder(checkpoint_folder(self.model))
+        # First the checkpoint: the tokenizer's reader stumbles over a bad config.json, and blames its own files.
+        folder = open_checkpoint(checkpoint_folder(self.model)).folder
         tokenizer = load_tokenizer(folder)
-        model = load_model(folder, device=self.device, dtype=self.dtype)
         texts = TextDecoder(tokenizer, len(prompts), self.stop)
+        prompts_ids = [self._encode(tokenizer, prompt) for prompt in prompts]
+        model = load_model(folder, device=self.device, dtype=self.dtype)
         requests = make_requests(
             model,
-            [self._encode(tokenizer, prompt) for prompt in prompts],
+            prompts_ids,
             params,
             max_new_tokens=self.max_new_tokens,
             seed=self.seed,
@@ -132,7 +137,9 @@ class GenerateCommand:
 
     def _encode(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
         if not self.chat:
-            ids: list[int] = tokenizer(prompt)["input_ids"]
+            ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]  # how long it may be is the model's to say
+            if not ids:
+                raise ValueError(f"The prompt {prompt!r} has no tokens: give some text.")
             return ids
         messages = [{"role": "user", "content": prompt}]
         if self.system is not None:
@@ -147,20 +154,27 @@ class GenerateCommand:
 
     def _prompts(self) -> list[str]:
         prompts = list(self.prompt)
+        if self.source not in (None, STDIN):
+            raise ValueError(f"{self.source!r} is not an option: give a prompt as --prompt TEXT, or '-' to read it.")
         files = [*self.prompt_file, *([STDIN] if self.source else [])]
         if files.count(STDIN) > 1:
             raise ValueError("Standard input can be read once: name '-' a single time.")
-        prompts += [sys.stdin.read() if name == STDIN else _read(name) for name in files]
+        prompts += [_read(name) for name in files]
+        if any("\ud800" <= letter <= "\udfff" for prompt in prompts for letter in prompt):  # how Python keeps odd bytes
+            raise ValueError("A --prompt is not UTF-8 text: convert it.")
         if not prompts:
             raise ValueError("No prompt: give --prompt TEXT, --prompt-file FILE, or '-' for standard input.")
         return prompts
 
 
 def _read(name: str) -> str:
+    what = "Standard input" if name == STDIN else f"The prompt file {name}"
     try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"The prompt file {name} cannot be read as UTF-8 text: {error}.") from error
+        return (sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()).decode()
+    except OSError as error:
+        raise ValueError(f"{what} cannot be read ({error.strerror}): name a text file.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8 text (byte {error.start} is wrong): convert it.") from error
 
 
 @dataclass(slots=True, kw_only=True)

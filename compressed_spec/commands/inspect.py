@@ -47,7 +47,8 @@ class InspectCommand:
         else:
             print_inspection(inspection, Console(highlight=False))
         if inspection.problems:
-            print(f"compressed-spec: {len(inspection.problems)} problems found in {self.model}.", file=sys.stderr)
+            count = len(inspection.problems)
+            print(f"compressed-spec: {count} problem{'s' if count > 1 else ''} found in {self.model}.", file=sys.stderr)
             sys.exit(2)
 
     def _cache_nbytes(self, config: DeepseekV4Config, batch_size: int, max_length: int) -> int:

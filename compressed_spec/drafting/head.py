@@ -1,7 +1,7 @@
 """Stepping a draft head: the rows of its nodes, and one level of the tree at a time.
 
-B = batch rows, F = nodes of a level, N = B F nodes of one step, A = levels above, M = residual streams, D = model width,
-V = vocabulary, W = window
+B = batch rows, F = nodes of a level, N = B F nodes of one step, A = levels above, M = residual streams,
+D = model width, V = vocabulary, W = window
 """
 
 from collections.abc import Sequence
@@ -51,14 +51,17 @@ class Processed:
 
 
 class HeadSteps:
-    """The steps of one round. Raises ValueError if the cache has too few draft nodes for `most` of them."""
+    """The steps of one round, before its verification: whatever was verified earlier can no longer be committed.
+
+    Raises ValueError if the cache has too few draft nodes for `most` of them."""
 
     def __init__(self, model: TargetModel, request: DraftRequest, most: int) -> None:
         if most > request.cache.shape.max_draft_nodes:
             raise ValueError(
-                f"Drafting {request.shape} for {len(request.rows)} rows needs {most} draft nodes, more than the cache's "
-                f"{request.cache.shape.max_draft_nodes}: make it with a larger max_draft_nodes."
+                f"Drafting {request.shape} for {len(request.rows)} rows needs {most} draft nodes, more than the "
+                f"cache's {request.cache.shape.max_draft_nodes}: make it with a larger max_draft_nodes."
             )
+        request.cache.next_ticket()  # the head's scratch rows are a verification's too: one of them must give way
         self._model, self._request = model, request
         self._first = 0
 

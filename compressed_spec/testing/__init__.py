@@ -7,6 +7,7 @@ from compressed_spec.testing.drafters import (
     ScriptedDrafter,
     WrongDrafter,
     random_tree,
+    tree_around,
 )
 from compressed_spec.testing.models import (
     Reference,
@@ -46,4 +47,5 @@ __all__ = [
     "random_tree",
     "raw_bytes",
     "tiny_config",
+    "tree_around",
 ]

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from compressed_spec.drafting.base import DraftRequest
-from compressed_spec.tree import TokenTree
+from compressed_spec.tree import TokenTree, TreeShape
 
 
 class ScriptedDrafter:
@@ -41,20 +41,10 @@ class ScriptedDrafter:
     def _tree(self, row: int, root: int, right: bool, request: DraftRequest) -> TokenTree:
         past = self._rows[row]
         text = next((text for text in self._texts if text[: len(past)] == past), past)
-        future = text[len(past) : len(past) + request.shape.num_steps]
-        tokens, parents, tip = [root], [-1], 0
-        for token in future:
-            siblings = [(token + i) % self._vocab_size for i in range(request.shape.top_k - 1, -1, -1)]
-            if not right:
-                siblings = [(sibling + request.shape.top_k) % self._vocab_size for sibling in siblings]
-            room = request.shape.num_nodes - len(tokens)
-            siblings = siblings[-room:] if room else []
-            if not siblings:
-                break
-            tokens += siblings
-            parents += [tip] * len(siblings)
-            tip = len(tokens) - 1
-        return TokenTree(tokens=tokens, parents=parents)
+        future = text[len(past) :]
+        if not right:
+            future = [(token + request.shape.top_k) % self._vocab_size for token in future]
+        return tree_around(root, future, request.shape, self._vocab_size)
 
 
 class OracleDrafter(ScriptedDrafter):
@@ -95,6 +85,25 @@ class RandomDrafter:
             random_tree(self._random, root, num_nodes=request.shape.num_nodes, vocab_size=self._vocab_size)
             for root in request.roots
         ]
+
+
+def tree_around(root: int, future: Sequence[int], shape: TreeShape, vocab_size: int) -> TokenTree:
+    """The tokens of `future` as a chain of at most `num_steps`, each after `top_k - 1` siblings of other tokens.
+
+    Where `num_nodes` do not reach for all siblings of a token, it comes alone or with fewer. Its node is always the
+    last of them.
+    """
+    tokens, parents, tip = [root], [-1], 0
+    for token in future[: shape.num_steps]:
+        siblings = [
+            (token + i) % vocab_size for i in range(min(shape.top_k, shape.num_nodes - len(tokens)) - 1, -1, -1)
+        ]
+        if not siblings:
+            break
+        tokens += siblings
+        parents += [tip] * len(siblings)
+        tip = len(tokens) - 1
+    return TokenTree(tokens=tokens, parents=parents)
 
 
 def random_tree(rng: random.Random, root: int, *, num_nodes: int, vocab_size: int) -> TokenTree:

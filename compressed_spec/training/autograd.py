@@ -1,12 +1,15 @@
 """Two operations with hand-written gradients, because autograd's own are slow on a CPU.
 
-T = tokens, D = model width, K = experts a token, N = T K, E = experts, F = expert width, M = residual streams
+T = tokens, D = model width, K = experts a token, N = T K, P = padded rows, E = experts, F = expert width,
+M = residual streams
 """
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+GROUP = 64
 
 
 class Sinkhorn(torch.autograd.Function):
@@ -35,7 +38,11 @@ class Sinkhorn(torch.autograd.Function):
 
 
 class GroupedExperts(torch.autograd.Function):
-    """`kernels.moe.routed_experts` of float32 tokens, gathering both ways instead of scattering."""
+    """`kernels.moe.routed_experts` of float32 tokens, gathering both ways instead of scattering.
+
+    Each expert's group is padded to a multiple of GROUP rows of weight 0: a CPU's matrix kernels are made anew for every
+    shape that they have not met.
+    """
 
     @staticmethod
     def forward(
@@ -49,60 +56,66 @@ class GroupedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         num_tokens, topk = experts_TK.shape
         flat = experts_TK.flatten()
-        order_N = flat.argsort(stable=True)
-        inverse_N = torch.empty_like(order_N)
-        inverse_N[order_N] = torch.arange(len(order_N))
-        nodes_N = order_N // topk
-        ends = torch.bincount(flat, minlength=len(w13_EFD)).cumsum(0).tolist()
-        x_ND = x_TD.index_select(0, nodes_N)
-        gate_up_NF = x_ND.new_empty(len(order_N), w13_EFD.shape[1])
-        for expert, group in _groups(ends):
-            torch.mm(x_ND[group], w13_EFD[expert].T, out=gate_up_NF[group])
-        weights_N1 = weights_TK.flatten().index_select(0, order_N).unsqueeze(1)
-        hidden_NF = _activate(gate_up_NF, limit) * weights_N1
-        y_ND = torch.empty_like(x_ND)
-        for expert, group in _groups(ends):
-            torch.mm(hidden_NF[group], w2_EDF[expert].T, out=y_ND[group])
-        ctx.save_for_backward(x_ND, gate_up_NF, weights_N1, w13_EFD, w2_EDF, nodes_N, order_N, inverse_N)
-        ctx.ends, ctx.limit, ctx.topk = ends, limit, topk
-        return y_ND.index_select(0, inverse_N).view(num_tokens, topk, -1).sum(1)
+        groups, slots_N, size = _padded_groups(flat, len(w13_EFD))
+        nodes_P = torch.zeros(size, dtype=torch.int64)
+        nodes_P[slots_N] = torch.arange(len(flat)) // topk
+        weights_P1 = weights_TK.new_zeros(size, 1)
+        weights_P1[slots_N, 0] = weights_TK.flatten()
+        x_PD = x_TD.index_select(0, nodes_P)
+        gate_up_PF = x_PD.new_empty(size, w13_EFD.shape[1])
+        for expert, group in groups:
+            torch.mm(x_PD[group], w13_EFD[expert].T, out=gate_up_PF[group])
+        gate, up = gate_up_PF.chunk(2, dim=1)
+        hidden_PF = F.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit)).mul_(weights_P1)
+        y_PD = torch.empty_like(x_PD)
+        for expert, group in groups:
+            torch.mm(hidden_PF[group], w2_EDF[expert].T, out=y_PD[group])
+        ctx.save_for_backward(x_PD, gate_up_PF, weights_P1, w13_EFD, w2_EDF, nodes_P, slots_N)
+        ctx.groups, ctx.limit, ctx.topk = groups, limit, topk
+        return y_PD.index_select(0, slots_N).view(num_tokens, topk, -1).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_ND, gate_up_NF, weights_N1, w13_EFD, w2_EDF, nodes_N, order_N, inverse_N = ctx.saved_tensors
-        dy_ND = grads[0].index_select(0, nodes_N)
-        dhidden_NF = x_ND.new_empty(len(x_ND), w2_EDF.shape[2])
+        x_PD, gate_up_PF, weights_P1, w13_EFD, w2_EDF, nodes_P, slots_N = ctx.saved_tensors
+        dy_PD = grads[0].index_select(0, nodes_P)
+        dhidden_PF = x_PD.new_empty(len(x_PD), w2_EDF.shape[2])
         dw2_EDF, dw13_EFD = torch.zeros_like(w2_EDF), torch.zeros_like(w13_EFD)
-        for expert, group in _groups(ctx.ends):
-            torch.mm(dy_ND[group], w2_EDF[expert], out=dhidden_NF[group])
-        gate, up = gate_up_NF.chunk(2, dim=1)
+        for expert, group in ctx.groups:
+            torch.mm(dy_PD[group], w2_EDF[expert], out=dhidden_PF[group])
+        gate, up = gate_up_PF.chunk(2, dim=1)
         capped, clamped = gate.clamp(max=ctx.limit), up.clamp(-ctx.limit, ctx.limit)
         sigmoid = torch.sigmoid(capped)
-        silu = capped * sigmoid
+        silu = capped.mul_(sigmoid)
         active = silu * clamped
-        hidden_NF = active * weights_N1
-        for expert, group in _groups(ctx.ends):
-            torch.mm(dy_ND[group].T, hidden_NF[group], out=dw2_EDF[expert])
-        dweights_N = (dhidden_NF * active).sum(1)
-        dactive = dhidden_NF * weights_N1
-        dgate = dactive * clamped * (sigmoid + silu * (1 - sigmoid)) * (gate <= ctx.limit)
-        dup = dactive * silu * (up.abs() <= ctx.limit)
-        dgate_up_NF = torch.cat((dgate, dup), dim=1)
-        dx_ND = torch.empty_like(x_ND)
-        for expert, group in _groups(ctx.ends):
-            torch.mm(dgate_up_NF[group].T, x_ND[group], out=dw13_EFD[expert])
-            torch.mm(dgate_up_NF[group], w13_EFD[expert], out=dx_ND[group])
-        dx_TD = dx_ND.index_select(0, inverse_N).view(-1, ctx.topk, x_ND.shape[1]).sum(1)
-        dweights_TK = dweights_N.index_select(0, inverse_N).view(-1, ctx.topk)
+        dweights_P = (dhidden_PF * active).sum(1)
+        hidden_PF = active.mul_(weights_P1)
+        for expert, group in ctx.groups:
+            torch.mm(dy_PD[group].T, hidden_PF[group], out=dw2_EDF[expert])
+        dactive = dhidden_PF.mul_(weights_P1)
+        dgate_up_PF = torch.empty_like(gate_up_PF)
+        dgate, dup = dgate_up_PF.chunk(2, dim=1)
+        torch.mul(dactive, silu, out=dup).mul_(up.abs() <= ctx.limit)
+        slope = (1 - sigmoid).mul_(silu).add_(sigmoid)
+        torch.mul(dactive, clamped, out=dgate).mul_(slope).mul_(gate <= ctx.limit)
+        dx_PD = torch.empty_like(x_PD)
+        for expert, group in ctx.groups:
+            torch.mm(dgate_up_PF[group].T, x_PD[group], out=dw13_EFD[expert])
+            torch.mm(dgate_up_PF[group], w13_EFD[expert], out=dx_PD[group])
+        dx_TD = dx_PD.index_select(0, slots_N).view(-1, ctx.topk, x_PD.shape[1]).sum(1)
+        dweights_TK = dweights_P.index_select(0, slots_N).view(-1, ctx.topk)
         return dx_TD, dweights_TK, None, dw13_EFD, dw2_EDF, None
 
 
-def _groups(ends: list[int]) -> list[tuple[int, slice]]:
-    """The experts that got tokens, and which."""
-    starts = [0, *ends[:-1]]
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
-
-
-def _activate(gate_up_NF: torch.Tensor, limit: float) -> torch.Tensor:
-    gate, up = gate_up_NF.chunk(2, dim=1)
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+def _padded_groups(experts_N: torch.Tensor, num_experts: int) -> tuple[list[tuple[int, slice]], torch.Tensor, int]:
+    """Experts that got tokens with their padded rows, the padded row of each (token, choice), and how many rows."""
+    counts = torch.bincount(experts_N, minlength=num_experts)
+    padded = (counts + GROUP - 1) // GROUP * GROUP
+    ends = padded.cumsum(0)
+    order_N = experts_N.argsort(stable=True)
+    sorted_N = experts_N[order_N]
+    before = (ends - padded) - (counts.cumsum(0) - counts)  # padded start less plain start
+    slots_N = torch.empty_like(order_N)
+    slots_N[order_N] = torch.arange(len(order_N)) + before[sorted_N]
+    stops, sizes = ends.tolist(), padded.tolist()
+    groups = [(e, slice(stops[e] - sizes[e], stops[e])) for e in range(num_experts) if sizes[e]]
+    return groups, slots_N, stops[-1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 # DeepSeek's own special tokens (fullwidth bars, lower one eighth blocks), so that its chat format works unchanged.
 BOS_TOKEN = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
@@ -105,14 +105,16 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
     tokenizer.train_from_iterator((d.prompt + d.completion for d in documents), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(f"vocab_size is {vocab_size}: this corpus gives {tokenizer.get_vocab_size()} tokens at most.")
+    bos = (BOS_TOKEN, tokenizer.token_to_id(BOS_TOKEN))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS_TOKEN} $A", special_tokens=[bos])
     return tokenizer
 
 
 def encode(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
     """Prompt and completion are encoded apart, as they are when the prompt alone is given."""
     bos, eos = (tokenizer.token_to_id(token) for token in (BOS_TOKEN, EOS_TOKEN))
-    prompts = tokenizer.encode_batch([d.prompt for d in documents])
-    completions = tokenizer.encode_batch([d.completion for d in documents])
+    prompts = tokenizer.encode_batch([d.prompt for d in documents], add_special_tokens=False)
+    completions = tokenizer.encode_batch([d.completion for d in documents], add_special_tokens=False)
     return [
         Encoded(ids=[bos, *prompt.ids, *completion.ids, eos], prompt_length=1 + len(prompt.ids))
         for prompt, completion in zip(prompts, completions, strict=True)

@@ -13,11 +13,10 @@ from tqdm import tqdm
 
 from compressed_spec.models.deepseek_v4.config import parse_config
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
-from compressed_spec.training.corpus import Encoded, batches
-from compressed_spec.training.dense import DenseForward
-from compressed_spec.training.losses import LossFunction, Stage
+from compressed_spec.training.corpus import Encoded
+from compressed_spec.training.losses import Stage
 from compressed_spec.training.optimizer import DemoOptimizer, balance
-from compressed_spec.training.quantize import straight_through
+from compressed_spec.training.parallel import Helpers, Place, Replica
 from compressed_spec.training.recipe import Recipe, initialize
 
 STATE_FILE, LOG_FILE = "state.pt", "log.jsonl"
@@ -41,7 +40,8 @@ class Budget:
 class Trainer:
     """A model in training. `work` keeps its state; if it holds one, training goes on from there.
 
-    compile: fuse with torch.compile. Raises ValueError if the kept state is of another recipe.
+    processes: of one thread each, with micro batches divided among them. compile: fuse with torch.compile.
+    Raises ValueError if the kept state is of another recipe.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Trainer:
         budget: Budget,
         work: Path,
         *,
+        processes: int = 1,
         compile: bool = False,
     ) -> None:
         self.recipe, self.budget, self.work = recipe, budget, work
@@ -60,21 +61,15 @@ class Trainer:
         self.optimizer = DemoOptimizer(
             self.model, lr=recipe.lr, adam_lr=recipe.adam_lr, weight_decay=recipe.weight_decay
         )
-        self.forward = DenseForward(self.model, recipe.length, compile=compile)
-        self.losses = LossFunction(self.forward, recipe.losses, compile=compile)
         self.step, self.seconds = 0, 0.0
         work.mkdir(parents=True, exist_ok=True)
         if (work / STATE_FILE).exists():
             self._restore()
-        self._batches = batches(
-            documents,
-            rows=recipe.rows,
-            length=recipe.length,
-            extra=1 + len(recipe.losses.draft),
-            prompt_weight=recipe.prompt_weight,
-            seed=recipe.seed,
-            skip=self.step * recipe.micro_batches,
+        self._helpers = Helpers(
+            self.model, documents, recipe, count=processes, step=self.step, compile=compile
         )
+        place = Place(index=0, count=processes, first_step=self.step, compile=compile)
+        self._replica = Replica(self.model, documents, recipe, place)
 
     @property
     def tokens_seen(self) -> int:
@@ -90,43 +85,43 @@ class Trainer:
         choose = random.Random(recipe.seed * 1_000_003 + self.step)
         dropout = recipe.dropout if share < recipe.dropout_until else 0.0
         skip = frozenset(i for i in range(count) if choose.random() < dropout * i / max(count - 1, 1))
+        chained = share >= recipe.chain_from and self.step % 2 == 0
         return Stage(
             select=share >= recipe.select_from,
-            draft_steps=len(recipe.losses.draft) if share >= recipe.chain_from else 1,
-            exit_layer=choose.randrange(count // 4, count - 1) if recipe.losses.early_exit else None,
+            quantize=share >= recipe.quantize_from,
+            draft_steps=len(recipe.losses.draft) if chained else 1,
+            exit_layer=None if chained else choose.randrange(count // 4, count - 1),
             skip=skip,
         )
 
     def train_step(self) -> dict[str, float]:
         """One update; the mean of its losses."""
         started = time.monotonic()
-        share, stage, recipe = self.share, self.stage(), self.recipe
-        totals: dict[str, float] = {}
-        parameters = dict(self.model.named_parameters())
-        loads: dict[str, torch.Tensor] = {}
-        for _ in range(recipe.micro_batches):
-            if share >= recipe.quantize_from:
-                self.forward.weights.update(straight_through(parameters))
-            losses = self.losses(next(self._batches), stage)
-            (losses.total / recipe.micro_batches).backward()
-            for name, value in losses.parts.items():
-                totals[name] = totals.get(name, 0.0) + value / recipe.micro_batches
-            for name, load in losses.passed.loads.items():
-                loads[name] = loads[name] + load if name in loads else load
+        stage, factor = self.stage(), self.recipe.factor(self.share)
+        self._helpers.start(stage)
+        reports = [self._replica.gradients(stage), *self._helpers.collect()]
+        totals = {name: sum(report.parts.get(name, 0.0) for report in reports) for name in reports[0].parts}
+        loads = {
+            name: torch.tensor([report.loads[name] for report in reports if name in report.loads]).sum(0)
+            for name in reports[0].loads
+        }
         if not math.isfinite(totals["main"]):
             raise RuntimeError(f"The loss is {totals['main']} at step {self.step}: lower the learning rate.")
-        factor = recipe.factor(share)
         self.optimizer.step(self.step, factor)
-        balance(parameters, loads, recipe.balance_rate * factor)
+        balance(dict(self.model.named_parameters()), loads, self.recipe.balance_rate * factor)
         self.step += 1
         self.seconds += time.monotonic() - started
         return totals
+
+    def close(self) -> None:
+        """End the other processes."""
+        self._helpers.close()
 
     def run(self, *, save_every: float = 180.0, progress: bool = True) -> None:
         """Train until the budget is used; the state is kept every `save_every` seconds and at the end."""
         bar = tqdm(total=100.0, desc="training", unit="%", disable=None if progress else True)
         last_save = time.monotonic()
-        with (self.work / LOG_FILE).open("a", encoding="utf-8") as log:
+        with (self.work / LOG_FILE).open("a", buffering=1, encoding="utf-8") as log:
             while self.share < 1.0:
                 losses = self.train_step()
                 row = {"step": self.step, "seconds": round(self.seconds, 2), "tokens": self.tokens_seen}
@@ -134,7 +129,6 @@ class Trainer:
                 bar.set_postfix(step=self.step, **{k: f"{losses[k]:.3f}" for k in ("main", "draft_1")})
                 bar.update(min(100.0, 100.0 * self.share) - bar.n)
                 if time.monotonic() - last_save > save_every:
-                    log.flush()
                     self.save()
                     last_save = time.monotonic()
         self.save()

@@ -18,10 +18,12 @@ from compressed_spec.training.dense import DenseForward, Passed
 class Stage:
     """What a stretch of training does. draft_steps: chained steps of the draft head. exit_layer: None for no early exit.
 
-    select: whether the indexers' choice counts. skip: layers dropped in this step.
+    select: whether the indexers' choice counts. quantize: whether weights are read as they will be stored. skip: layers
+    dropped in this step.
     """
 
     select: bool
+    quantize: bool
     draft_steps: int
     exit_layer: int | None
     skip: frozenset[int]

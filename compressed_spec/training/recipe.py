@@ -17,22 +17,22 @@ def demo_config() -> dict[str, object]:
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
+        "hidden_size": 128,
+        "moe_intermediate_size": 192,
         "num_hidden_layers": 8,
         "num_nextn_predict_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "head_dim": 64,
         "qk_rope_head_dim": 16,
-        "q_lora_rank": 128,
+        "q_lora_rank": 96,
         "o_lora_rank": 64,
         "o_groups": 2,
         "sliding_window": 64,
         "index_n_heads": 4,
         "index_head_dim": 32,
         "index_topk": 32,
-        "n_routed_experts": 8,
+        "n_routed_experts": 16,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "num_hash_layers": 3,
@@ -80,7 +80,7 @@ class Recipe:
 
     rows, length: one micro batch. micro_batches: gradients added up for one update. warmup, decay: shares with a rising
     and a falling learning rate. select_from: where the indexers' choice begins to count. chain_from: where draft steps
-    beyond the first begin. dropout: largest share of steps in which the last layer is dropped (rising linearly with
+    beyond the first begin (in every other step; an early exit is trained in the others). dropout: largest share of steps in which the last layer is dropped (rising linearly with
     depth), until dropout_until. quantize_from: where the forward begins to read FP4 and FP8 weights.
     """
 
@@ -96,7 +96,7 @@ class Recipe:
     prompt_weight: float = 0.4
     balance_rate: float = 0.003
     select_from: float = 0.3
-    chain_from: float = 0.2
+    chain_from: float = 0.12
     dropout: float = 0.1
     dropout_until: float = 0.7
     quantize_from: float = 0.85

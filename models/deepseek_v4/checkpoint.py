@@ -99,7 +99,8 @@ def resolve_folder(path_or_repo_id: str | Path) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = type(error).__name__
         raise ValueError(
-            f"{repo_id} is no folder here and cannot be had from the Hugging Face hub ({reason})"
+            f"{repo_id} is no folder here and cannot be had from the Hugging Face hub ({reason}): check the name and "
+            "the connection"
         ) from error
 
 

@@ -32,11 +32,20 @@ def load_model(
         raise ValueError(f"Unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}.")
     if numerics != "fast":
         raise ValueError(f"Numerics {numerics!r} are not supported yet: use numerics='fast'.")
+    _check_device(device)
     checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
     with torch.device("meta"):
         model = DeepseekV4(checkpoint.config, with_mtp=checkpoint.draft_head is DraftHeadKind.MTP, dtype=DTYPES[dtype])
     load_weights(model, checkpoint, device=torch.device(device), progress=progress)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"Device {str(device)!r} cannot be used ({reason}): use 'cpu', or one that is here.") from error
 
 
 def checkpoint_folder(path_or_repo_id: str | Path) -> str | Path:

@@ -33,7 +33,7 @@ def load_weights(
         count = len(plan.problems)
         raise ValueError(
             f"{checkpoint.folder} does not fit its config.json in {count} tensor{'s' if count > 1 else ''}: "
-            f"{some_of(plan.problems)}"
+            f"{some_of(plan.problems)} (take config and weights from the same checkpoint)"
         )
     if checkpoint.draft_head is DraftHeadKind.DSPARK:
         warnings.warn(DSPARK_NOTICE, stacklevel=2)

@@ -8,7 +8,7 @@ import torch
 from compressed_spec import TokenTree, generate
 from compressed_spec.drafting import DraftRequest
 from compressed_spec.testing import Reference, greedy_text
-from compressed_spec.verifying import DraftTree, Proposal
+from compressed_spec.verifying import Coins, DraftTree, Proposal
 
 COUNT = 14
 SHAPE = "s3_k2_d6"
@@ -85,9 +85,7 @@ def expected(mixed: Reference, text: list[int]) -> list[int]:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_T13_strange_trees(mixed: Reference, text: list[int], expected: list[int], script: str) -> None:
     drafter = Puppet(script, expected)
-    out = generate(
-        mixed.model, [text[:9]], tree=SHAPE, drafter=drafter, max_new_tokens=COUNT, stop_token_ids=[]
-    )[0]
+    out = generate(mixed.model, [text[:9]], tree=SHAPE, drafter=drafter, max_new_tokens=COUNT, stop_token_ids=[])[0]
     assert out.token_ids == expected
     assert out.stats.num_draft_errors == 0
     if script in ("oversize", "too many trees"):
@@ -135,7 +133,7 @@ def test_T13_what_propose_gives_is_read_with_care(
 class Sampler(Puppet):
     """Sampled drafts of a given fault, from a law that is the same everywhere."""
 
-    def propose(self, request: DraftRequest) -> Sequence[DraftTree]:  # type: ignore[override]
+    def propose_sampled(self, request: DraftRequest, coins: Sequence[Coins]) -> Sequence[DraftTree]:
         root, cap = request.roots[0], request.max_depths[0]
         tokens = {
             "none": [root, 7, 8][: cap + 1],
@@ -145,9 +143,7 @@ class Sampler(Puppet):
         }
         tree = TokenTree.chain(tokens[self.script])
         log_q = torch.full((len(tree), 48), 1 / 48, dtype=torch.float64).log()
-        return [
-            DraftTree(tree=tree, proposal=Proposal.SAMPLED, fixed_topology=True, log_q=log_q, replacement=True)
-        ]
+        return [DraftTree(tree=tree, proposal=Proposal.SAMPLED, fixed_topology=True, log_q=log_q, replacement=True)]
 
 
 @pytest.mark.parametrize("verifier", ["leviathan", "block", "traversal"])
@@ -159,7 +155,7 @@ def test_T13_sampled_trees_are_taken_whole_or_not_at_all(
     out = generate(
         mixed.model,
         [text[:9]],
-        tree=SHAPE,
+        tree="s3_k1_d4",
         drafter=Sampler(fault, []),
         verifier=verifier,
         temperature=1.0,

@@ -88,7 +88,7 @@ def test_T36_cache_sizes(mixed: Reference) -> None:
         ({"drafter": object()}, "needs start, propose, observe and release"),
         ({"verifier": "typical"}, "Unknown verifier"),
         ({"verifier": "leviathan", "drafter": "ngram", "temperature": 1.0}, "use 'coupled' or 'target'"),
-        ({"verifier": "traversal", "drafter": "mtp", "temperature": 1.0}, "use 'coupled' or 'target'"),
+        ({"verifier": "leviathan", "drafter": "mtp", "temperature": 1.0}, "takes chains only"),
         ({"max_new_tokens": 0}, "at least 1"),
         ({"batch_size": 0}, "at least 1"),
         ({"stop_token_ids": [48]}, "Token id 48 is out of range"),
@@ -117,15 +117,11 @@ def test_T36_a_shape_that_does_not_fit_the_cache(mixed: Reference) -> None:
     cache = mixed.model.new_cache(max_length=20, max_nodes=4)
 
     def decoder(shape: TreeShape | None) -> Decoder:
-        return Decoder(
-            mixed.model, cache, drafter=RandomDrafter(48), shape=shape, verifier=make_verifier("coupled")
-        )
+        return Decoder(mixed.model, cache, drafter=RandomDrafter(48), shape=shape, verifier=make_verifier("coupled"))
 
     with pytest.raises(ValueError, match="max_nodes of at least that"):
         decoder(parse_tree("s3_k2_d6"))
-    request = Request(
-        prompt_ids=(1, 2, 3), params=SamplingParams(), max_new_tokens=19, stop_token_ids=frozenset()
-    )
+    request = Request(prompt_ids=(1, 2, 3), params=SamplingParams(), max_new_tokens=19, stop_token_ids=frozenset())
     with pytest.raises(ValueError, match="shorten one of them"):
         decoder(parse_tree("s3_k1_d4")).submit(request)
 

@@ -90,5 +90,7 @@ def test_T04_overlap_half_after_accepting_to_a_window_end(text: list[int], end: 
     rest = model.verify(cache, [TokenTree.chain(text[end + off_by : end + 8])])
     cache.commit(rest, [range(8 - off_by)])
     expected = reference.after(text[: end + 8]).cache
-    assert_near(cache.pools["compressed_kv.csa4"][:, : (end + 8) // 4], live_state(expected)["compressed_kv.csa4"], "kv")
+    assert_near(
+        cache.pools["compressed_kv.csa4"][:, : (end + 8) // 4], live_state(expected)["compressed_kv.csa4"], "kv"
+    )
     assert_same_state(live_state(cache), live_state(expected), f"window end {end} {off_by:+d}")

@@ -74,7 +74,9 @@ class Node:
         """What holds a position as this node sees it."""
         if position < 0:
             return None
-        return ("token", self.sequence, position) if position < self.start else ("node", self.path[position - self.start])
+        return (
+            ("token", self.sequence, position) if position < self.start else ("node", self.path[position - self.start])
+        )
 
 
 @st.composite
@@ -177,9 +179,7 @@ def test_T11_entries(case: Case) -> None:
         check_visible(case, comp, rows, nodes, closers)
 
 
-def check_visible(
-    case: Case, comp: Compression, rows: CompressionPlan, nodes: list[Node], closers: list[int]
-) -> None:
+def check_visible(case: Case, comp: Compression, rows: CompressionPlan, nodes: list[Node], closers: list[int]) -> None:
     visible = [visible_entries(node, comp.ratio) for node in nodes]
     assert rows.num_visible == max(map(len, visible))
     assert (rows.listed_TK is None) == bool(comp.index_topk and rows.num_visible > comp.index_topk)

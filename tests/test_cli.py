@@ -1,0 +1,436 @@
+"""The command line: what it prints, and that every fault of the user's is one sentence and exit code 2."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compressed_spec import generate, load_model
+from compressed_spec.cli import main
+from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
+from compressed_spec.text import load_tokenizer
+
+INDEX = "model.safetensors.index.json"
+SMALL: dict[str, Any] = {
+    "compress_ratios": (0, 4),
+    "hidden_size": 64,
+    "head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a run of the command line left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """`main` in this process."""
+
+    def call(*argv: object) -> Ran:
+        code = 0
+        try:
+            main([str(argument) for argument in argv])
+        except SystemExit as stop:
+            assert isinstance(stop.code, int)
+            code = stop.code
+        out, err = capsys.readouterr()
+        return Ran(code=code, out=out, err=err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), **SMALL)
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint to damage."""
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def assert_refused(ran: Ran, *parts: str, out: str = "") -> str:
+    """One sentence on stderr that names all `parts`, exit code 2 and nothing printed; returns the sentence."""
+    assert ran.code == 2, ran
+    assert ran.out == out
+    assert 1 <= len(ran.err.splitlines()) <= 6
+    assert "Traceback" not in ran.err
+    assert ran.err.startswith("compressed-spec: ")
+    for part in parts:
+        assert part in ran.err, ran.err
+    return ran.err.removeprefix("compressed-spec: ").strip()
+
+
+# Faulty checkpoints
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value != "drop"}))
+
+
+def edit_tensors(folder: Path, name: str, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the shard that holds `name`, and the index with it."""
+    index = json.loads((folder / INDEX).read_text())
+    file = index["weight_map"][name]
+    tensors = load_file(folder / file)
+    edit(tensors)
+    save_file(tensors, folder / file)
+    others = {key: value for key, value in index["weight_map"].items() if value != file}
+    index["weight_map"] = others | dict.fromkeys(tensors, file)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, name, lambda tensors: tensors.pop(name))
+
+
+def add(folder: Path) -> None:
+    edit_tensors(folder, "norm.weight", lambda tensors: tensors.update(surprise=torch.zeros(3)))
+
+
+def reshape(folder: Path) -> None:
+    edit_tensors(
+        folder, "norm.weight", lambda tensors: tensors.update({"norm.weight": tensors["norm.weight"][:-1].clone()})
+    )
+
+
+def truncate(folder: Path) -> None:
+    shard = min(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-9])
+
+
+def remove_weights(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no_folder": (shutil.rmtree, ("copy does not exist", "give a checkpoint folder or a Hugging Face repo id")),
+    "no_weights": (remove_weights, ("holds no weights", INDEX)),
+    "no_config": (lambda f: (f / "config.json").unlink(), ("config.json does not exist", "a whole checkpoint")),
+    "broken_config": (lambda f: (f / "config.json").write_text("{"), ("config.json is not valid JSON", "again")),
+    "list_config": (lambda f: (f / "config.json").write_text("[]"), ("config.json must hold a JSON object",)),
+    "missing_key": (lambda f: edit_config(f, hidden_size="drop"), ("hidden_size is missing from config.json", "add")),
+    "mistyped_key": (lambda f: edit_config(f, hidden_size="64"), ("hidden_size", "'64'")),
+    "contradiction": (lambda f: edit_config(f, o_groups=3), ("o_groups is 3", "must divide num_attention_heads = 4")),
+    "ratios": (lambda f: edit_config(f, compress_ratios=[4]), ("compress_ratios has 1 entries", "add the rest")),
+    "V3": (lambda f: edit_config(f, model_type="deepseek_v3"), ("model_type is 'deepseek_v3'", "only 'deepseek_v4'")),
+    "V4.1": (
+        lambda f: edit_config(f, model_type="deepseek_v41"),
+        ("DeepSeek-V4.1 is a different architecture", "use a checkpoint whose model_type is 'deepseek_v4'"),
+    ),
+    "missing_tensor": (remove("norm.weight"), ("norm.weight is missing", "from the same checkpoint")),
+    "missing_scale": (remove("layers.1.attn.wq_a.scale"), ("layers.1.attn.wq_a.weight", "its scale is missing")),
+    "extra_tensor": (add, ("surprise is not a tensor of this architecture",)),
+    "mis-shaped_tensor": (reshape, ("norm.weight has shape [63] instead of [64]",)),
+    "truncated_shard": (truncate, ("model-00001-of-", "is truncated", "download it again")),
+    "missing_shard": (lambda f: min(f.glob("*.safetensors")).unlink(), ("model-00001-of-", "missing", "download it")),
+    "empty_index": (lambda f: (f / INDEX).write_text('{"weight_map": {}}'), (INDEX, "lists no tensors")),
+    "broken_index": (lambda f: (f / INDEX).write_text("?"), (INDEX, "is not valid JSON")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_T21_a_faulty_checkpoint(run: Callable[..., Ran], copy: Path, fault: str) -> None:
+    """The command line says what `load_model` raises, and blames neither the tokenizer nor anything else."""
+    damage, parts = FAULTS[fault]
+    damage(copy)
+    sentence = assert_refused(run("generate", copy, "--prompt", "hi"), *parts)
+    with pytest.raises(ValueError) as error:
+        load_model(copy)
+    assert " ".join(sentence.split()) == " ".join(str(error.value).split())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_inspect_lists_the_faults_of_tensors_and_refuses_the_rest(
+    run: Callable[..., Ran], copy: Path, fault: str
+) -> None:
+    FAULTS[fault][0](copy)
+    ran = run("inspect", copy, "--json")
+    problems = json.loads(ran.out)["problems"] if ran.out else []
+    assert bool(problems) == (fault.endswith(("tensor", "scale", "shard")))
+    sentence = assert_refused(ran, str(copy), out=ran.out) if problems else assert_refused(ran)
+    assert all(part in " ".join([sentence, *problems]) for part in FAULTS[fault][1] if "same checkpoint" not in part)
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (lambda f: (f / "tokenizer.json").unlink(), ("has no tokenizer.json", "put the model's tokenizer there")),
+        (lambda f: (f / "tokenizer.json").write_text("{"), ("The tokenizer in", "download it again")),
+    ],
+)
+def test_a_faulty_tokenizer(
+    run: Callable[..., Ran], copy: Path, damage: Callable[[Path], object], parts: tuple[str, ...]
+) -> None:
+    """Text needs one; token ids in Python do not."""
+    damage(copy)
+    assert_refused(run("generate", copy, "--prompt", "hi"), *parts)
+    assert len(generate(load_model(copy, progress=False), [[5, 6]], max_new_tokens=3)[0].token_ids) == 3
+
+
+def test_a_dspark_checkpoint_runs_without_its_drafter_and_says_so(run: Callable[..., Ran], tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, draft_head="dspark", **SMALL)
+    ran = run("generate", folder, "--prompt", "a b a b", "--max-new-tokens", 4, "--json")
+    assert ran.code == 0
+    assert len(json.loads(ran.out)["token_ids"]) == 4
+    assert "warning: the checkpoint's DSpark draft head is not supported yet" in ran.err
+    refused = run("generate", folder, "--prompt", "a", "--drafter", "mtp")
+    assert refused.code == 2
+    assert "has no MTP head: use drafter='ngram'" in refused.err
+    assert "Traceback" not in refused.err
+
+
+# Faulty arguments
+
+
+REFUSALS: list[tuple[list[str], tuple[str, ...]]] = [
+    (["--tree", "wide"], ("Unknown tree 'wide'", "use 'off' or sN_kK_dD")),
+    (["--tree", ""], ("Unknown tree ''",)),
+    (["--tree", "s3_k1_d5"], ("'s3_k1_d5' is a chain of 3 drafts", "write s3_k1_d4")),
+    (["--tree", "s0_k2_d3"], ("'s0_k2_d3'", "raise s and k to 1 or more")),
+    (["--tree", "s3_k0_d4"], ("'s3_k0_d4'", "raise s and k to 1 or more")),
+    (["--tree", "s1_k2_d9"], ("'s1_k2_d9' asks for 9 nodes", "between 2 and 3", "change d")),
+    (["--tree", "s3_k2_d1"], ("'s3_k2_d1' asks for 1 nodes", "change d")),
+    (["--drafter", "eagle"], ("Unknown drafter 'eagle'", "use 'auto', 'mtp', 'ngram'")),
+    (["--verifier", "typical"], ("Unknown verifier 'typical'", "'coupled', 'target'")),
+    (["--verifier", "leviathan", "--temperature", "1"], ("'leviathan' takes chains only", "use 'traversal', or k1")),
+    (["--verifier", "block", "--drafter", "ngram", "--tree", "s3_k1_d4"], ("'block'", "use 'coupled' or 'target'")),
+    (["--max-new-tokens", "0"], ("max_new_tokens must be an int of at least 1, got 0",)),
+    (["--max-new-tokens", "9000"], ("9000 new ones", "the model's 512 positions", "lower max_new_tokens")),
+    (["--max-new-tokens", "many"], ("--max-new-tokens: not a whole number: 'many'",)),
+    (["--temperature", "-1"], ("temperature must be a finite number of at least 0, got -1.0",)),
+    (["--temperature", "nan"], ("temperature must be a finite number",)),
+    (["--temperature", "hot"], ("--temperature: not a number: 'hot'",)),
+    (["--top-p", "0"], ("top_p must be a number in (0, 1], got 0.0",)),
+    (["--top-k", "-1"], ("top_k must be an int of at least 0, got -1",)),
+    (["--top-k", "1.5"], ("--top-k: not a whole number: '1.5'",)),
+    (["--min-p", "2"], ("min_p must be a number in [0, 1], got 2.0",)),
+    (["--repetition-penalty", "0"], ("repetition_penalty must be a number above 0",)),
+    (["--seed", "x"], ("--seed: not a whole number: 'x'",)),
+    (["--batch-size", "0"], ("batch_size must be at least 1, got 0",)),
+    (["--stop", ""], ("stop_strings", "leave it out")),
+    (["--stream", "--json"], ("--stream", "leave out --json")),
+    (["--stream", "--prompt", "two"], ("--stream", "further prompts")),
+    (["--system", "x"], ("--system", "add --chat")),
+    (["--thinking"], ("--thinking", "add --chat")),
+    (["--reasoning-effort", "max"], ("--reasoning-effort", "add --chat")),
+    (["--chat", "--reasoning-effort", "max"], ("--reasoning-effort", "add --thinking")),
+    (["--device", "warp"], ("Device 'warp' cannot be used", "use 'cpu'")),
+    (["--device", "cuda:99"], ("Device 'cuda:99' cannot be used", "use 'cpu'")),
+    (["--dtype", "float8"], ("'float8'", "float32", "bfloat16")),
+    (["--prompt"], ("Missing value for argument '--prompt'",)),
+    (["--bogus"], ("Unrecognized options: --bogus", "--help")),
+    (["--prompt", ""], ("The prompt '' has no tokens: give some text",)),
+    (["--prompt", "\udcff"], ("not UTF-8 text",)),
+    (["--prompt", "hello " * 200], ("A prompt of 800 tokens", "the model's 512 positions", "shorten the prompt")),
+    (["--prompt-file", "/nowhere.txt"], ("/nowhere.txt cannot be read (No such file", "name a text file")),
+    (["--prompt-file", "."], ("The prompt file . cannot be read (Is a directory)",)),
+    (["-", "--prompt-file", "-"], ("Standard input can be read once",)),
+    (["stray"], ("'stray' is not an option", "--prompt TEXT")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), REFUSALS, ids=lambda value: "-".join(value)[:40])
+def test_T36_a_faulty_argument(
+    run: Callable[..., Ran], tiny: Path, arguments: list[str], parts: tuple[str, ...]
+) -> None:
+    assert_refused(run("generate", tiny, "--prompt", "hi", *arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([], ("{generate, inspect}",)),
+        (["frob"], ("Unrecognized options: frob",)),
+        (["generate"], ("MODEL", "Checkpoint: a folder")),
+        (["inspect"], ("MODEL",)),
+        (["inspect", "/nowhere"], ("/nowhere does not exist",)),
+        (["inspect", "/nowhere", "--stream"], ("--stream",)),
+        (["generate", "/nowhere"], ("No prompt: give --prompt TEXT",)),
+        (["generate", "/nowhere", "--prompt", "hi"], ("/nowhere does not exist: give a checkpoint folder",)),
+    ],
+    ids=lambda value: "-".join(value)[:40],
+)
+def test_T36_a_faulty_command(run: Callable[..., Ran], arguments: list[str], parts: tuple[str, ...]) -> None:
+    assert_refused(run(*arguments), *parts)
+
+
+@pytest.mark.parametrize("size", ["--batch-size", "--max-length", "--max-nodes"])
+def test_T36_inspect_refuses_a_cache_of_nothing(run: Callable[..., Ran], tiny: Path, size: str) -> None:
+    assert_refused(run("inspect", tiny, size, 0), "of at least 1, got 0")
+
+
+def test_T36_a_head_that_is_not_there(run: Callable[..., Ran], tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, draft_head="none", **SMALL)
+    assert_refused(run("generate", folder, "--prompt", "a", "--drafter", "mtp"), "has no MTP head: use drafter='ngram'")
+
+
+def test_T36_a_prompt_that_is_not_text(
+    run: Callable[..., Ran], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "binary").write_bytes(b"ab\xff")
+    assert_refused(run("generate", tiny, "--prompt-file", tmp_path / "binary"), "binary is not UTF-8 text (byte 2")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert_refused(run("generate", tiny, "-"), "Standard input is not UTF-8 text")
+
+
+# What it prints
+
+
+def expected(folder: Path, prompts: list[str], **options: Any) -> tuple[list[list[int]], list[str]]:
+    """Token ids and texts by the Python interface, without speculation."""
+    tokenizer = load_tokenizer(folder)
+    outs = generate(
+        load_model(folder, progress=False),
+        [tokenizer(prompt)["input_ids"] for prompt in prompts],
+        tree="off",
+        **options,
+    )
+    return [out.token_ids for out in outs], [tokenizer.decode(out.token_ids, skip_special_tokens=True) for out in outs]
+
+
+@pytest.mark.parametrize("tree", ["off", "s3_k1_d4", "s3_k2_d6"])
+def test_text_is_that_of_python_whatever_the_tree(run: Callable[..., Ran], tiny: Path, tree: str) -> None:
+    _, texts = expected(tiny, ["One, two"], max_new_tokens=16)
+    ran = run("generate", tiny, "--prompt", "One, two", "--max-new-tokens", 16, "--tree", tree)
+    assert (ran.code, ran.out) == (0, texts[0] + "\n")
+    assert "16 tokens in" in ran.err
+
+
+def test_json_is_one_object_a_line_and_nothing_else(run: Callable[..., Ran], tiny: Path, tmp_path: Path) -> None:
+    prompts = ["One, two", "The river\nwas", "caf\u00e9"]
+    (tmp_path / "prompt.txt").write_text(prompts[2], encoding="utf-8")
+    options = ["--temperature", 0.8, "--seed", 7, "--max-new-tokens", 12, "--batch-size", 2, "--json"]
+    ran = run(
+        "generate",
+        tiny,
+        "--prompt",
+        prompts[0],
+        "--prompt",
+        prompts[1],
+        "--prompt-file",
+        tmp_path / "prompt.txt",
+        *options,
+    )
+    assert ran.code == 0
+    ids, texts = expected(tiny, prompts, max_new_tokens=12, temperature=0.8, seed=7)
+    objects = [json.loads(line) for line in ran.out.splitlines()]
+    assert [found["token_ids"] for found in objects] == ids
+    assert [found["text"] for found in objects] == texts
+    assert {found["finish_reason"] for found in objects} <= {"stop", "length"}
+    for found in objects:
+        stats = found["stats"]
+        assert stats["num_accepted_tokens"] == sum(stats["num_accepted_tokens_per_pos"])
+        assert stats["num_rounds"] + stats["num_accepted_tokens"] + 1 >= 12
+        assert stats["times"].keys() == {"prefill", "draft", "verify", "sample", "commit", "other"}
+
+
+def test_a_single_prompts_json_is_one_object(run: Callable[..., Ran], tiny: Path) -> None:
+    ran = run("generate", tiny, "--prompt", "One", "--max-new-tokens", 3, "--json")
+    assert json.loads(ran.out)["finish_reason"] == "length"
+    assert len(ran.out.splitlines()) == 1
+
+
+def test_T34_streamed_chunks_are_the_text(run: Callable[..., Ran], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, texts = expected(tiny, ["One, two"], max_new_tokens=24)
+    written: list[str] = []
+    original = sys.stdout.write
+    monkeypatch.setattr(sys.stdout, "write", lambda text: written.append(text) or original(text))
+    ran = run("generate", tiny, "--prompt", "One, two", "--max-new-tokens", 24, "--stream")
+    assert ran.out == texts[0] + "\n"
+    assert len([text for text in written if text.strip()]) > 5
+
+
+@pytest.mark.parametrize("arguments", [("-",), ("--prompt-file", "-")])
+def test_the_prompt_comes_from_standard_input(
+    run: Callable[..., Ran], tiny: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("caf\u00e9\n".encode())))
+    ran = run("generate", tiny, *arguments, "--max-new-tokens", 6, "--json")
+    assert json.loads(ran.out)["token_ids"] == expected(tiny, ["caf\u00e9\n"], max_new_tokens=6)[0][0]
+
+
+@pytest.mark.parametrize("tree", ["off", "s3_k2_d6"])
+def test_T29_text_ends_before_a_stop_string(run: Callable[..., Ran], tiny: Path, tree: str) -> None:
+    ids, texts = expected(tiny, ["One, two"], max_new_tokens=24)
+    stop = texts[0][7:10]
+    ran = run(
+        "generate", tiny, "--prompt", "One, two", "--max-new-tokens", 24, "--stop", stop, "--json", "--tree", tree
+    )
+    found = json.loads(ran.out)
+    assert found["text"] == texts[0][: texts[0].index(stop)]
+    assert found["finish_reason"] == "stop"
+    assert found["token_ids"] == ids[0][: len(found["token_ids"])]
+    assert len(found["token_ids"]) < 24
+
+
+def test_chat_is_rendered_before_it_is_continued(run: Callable[..., Ran], tiny: Path) -> None:
+    arguments = ["--max-new-tokens", 8, "--json"]
+    plain = "<\uff5cbegin\u2581of\u2581sentence\uff5c>Be brief.<\uff5cUser\uff5c>Hello<\uff5cAssistant\uff5c></think>"
+    chat = run("generate", tiny, "--prompt", "Hello", "--chat", "--system", "Be brief.", *arguments)
+    text = run("generate", tiny, "--prompt", plain, *arguments)
+    other = run("generate", tiny, "--prompt", "Hello", *arguments)
+    assert json.loads(chat.out)["token_ids"] == json.loads(text.out)["token_ids"]
+    assert json.loads(chat.out)["token_ids"] != json.loads(other.out)["token_ids"]
+
+
+def test_inspect_prints_a_table_or_one_object(run: Callable[..., Ran], tiny: Path) -> None:
+    table = run("inspect", tiny)
+    assert (table.code, table.err) == (0, "")
+    assert "sliding, CSA/4" in table.out
+    found = json.loads(run("inspect", tiny, "--batch-size", 2, "--max-length", 64, "--json").out)
+    assert (found["draft_head"], found["batch_size"], found["max_length"], found["problems"]) == ("mtp", 2, 64, [])
+    cache = load_model(tiny, progress=False).new_cache(batch_size=2, max_length=64)
+    assert found["cache_bytes"] == cache.nbytes
+
+
+# As a process
+
+
+def shell(command: str, **more: str) -> Ran:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PY": sys.executable, **more}
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, env=environment, check=False
+    )
+    return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def test_a_process_that_is_refused_ends_with_2(tmp_path: Path) -> None:
+    ran = shell('"$PY" -m compressed_spec generate "$MODEL" --prompt hi', MODEL=str(tmp_path / "none"))
+    assert_refused(ran, "none does not exist")
+
+
+def test_the_installed_command_prints_json_only(tiny: Path) -> None:
+    command = '"$(dirname "$PY")/compressed-spec" generate "$MODEL" - --json --max-new-tokens 4 <<< "One, two"'
+    ran = shell(command, MODEL=str(tiny))
+    assert ran.code == 0
+    assert len(json.loads(ran.out)["token_ids"]) == 4
+
+
+def test_a_reader_that_leaves_early_is_no_fault(tiny: Path) -> None:
+    """Pipes that close after the first line, and before anything is written."""
+    command = '"$PY" -m compressed_spec inspect "$MODEL"'
+    ran = shell(f"{command} | head -1; {command} --json | true", MODEL=str(tiny))
+    assert ran.out.startswith("checkpoint")
+    assert ran.err == ""
