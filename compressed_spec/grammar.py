@@ -47,9 +47,7 @@ class GrammarMask:
         """
         if self._prompt_length is None:
             raise ValueError("A grammar must know where the prompt ends: use mask.for_prompt(prompt_ids).")
-        path = ids_1L[0, self._prompt_length :].tolist()
-        alive = self._walk(path)
-        if not alive:
+        if not self._walk(ids_1L[0, self._prompt_length :].tolist()):
             return scores_1V
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._raise_error()
@@ -101,11 +99,7 @@ def json_schema_mask(
     Raises ValueError for an unusable schema or tokenizer, or without the extra `grammar`.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    try:
-        grammar = _llguidance().LLMatcher.grammar_from_json_schema(text)
-    except ValueError as error:
-        raise ValueError(f"The schema is no JSON object: {error}.") from error
-    return _mask(tokenizer, grammar, "schema", eos_token_ids)
+    return _mask(tokenizer, _llguidance().LLMatcher.grammar_from_json_schema(text), "schema", eos_token_ids)
 
 
 def regex_mask(

@@ -27,7 +27,7 @@ from compressed_spec.models.deepseek_v4.from_transformers import share_parameter
 from compressed_spec.stopping import criteria_check
 
 _REFUSED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_CACHES = ("cache", "past_key_values")  # the name in transformers from 5.18 on, and before
+_CACHES = ("cache", "past_key_values")  # its name in transformers 5.24, and in 5.17
 _HARMLESS = ("use_cache", "logits_to_keep")  # change how transformers computes, not what
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from compressed_spec.decode import Decoder, StopCheck
 from compressed_spec.generate import stream
@@ -19,7 +19,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer.json: put the model's tokenizer there, or decode token ids in Python."
         )
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # Not AutoTokenizer: it parses config.json too, and transformers refuses compression ratios other than 4 and 128.
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # whatever the library raises, the user's remedy is the same
         raise ValueError(f"The tokenizer in {folder} cannot be read ({error}): download it again.") from error
     return tokenizer

@@ -45,12 +45,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """`main` in this process."""
 
     def call(*argv: object) -> Ran:
-        code = 0
+        code: object = 0
         try:
             main([str(argument) for argument in argv])
         except SystemExit as stop:
-            assert isinstance(stop.code, int)
             code = stop.code
+        assert isinstance(code, int)
         out, err = capsys.readouterr()
         return Ran(code=code, out=out, err=err)
 

@@ -288,7 +288,7 @@ def test_T20_a_callback_that_raises_releases_the_rows(model: DeepseekV4, where: 
     assert texts_of(list(stream(again))) == expected
 
 
-@pytest.mark.parametrize("at", range(0, 14, 2))
+@pytest.mark.parametrize("at", [0, 5, 6, 8, 9])
 def test_T20_a_round_whose_criteria_raised_may_be_tried_again(model: DeepseekV4, text: list[int], at: int) -> None:
     once = Once(at)
     requests = make_requests(

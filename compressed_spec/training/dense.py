@@ -23,7 +23,6 @@ from compressed_spec.training.dense_attention import (
     Weights,
     chained_attention,
     compressed_attention,
-    keys,
     sliding_attention,
 )
 
@@ -140,7 +139,6 @@ class DenseForward:
             wrap(compressed_attention),
             wrap(chained_attention),
         )
-        self._keys = wrap(keys)
         self._spec = LayerSpec(kind=AttentionKind.SLIDING, ratio=0, hash_routed=False)
 
     def rope(self, kind: AttentionKind, shift: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,9 +240,9 @@ class DenseForward:
                 w, (cos, sin), geo = self.under(f"layers.{i}.attn."), self.rope(spec.kind), self.geometry(spec)
                 output: torch.Tensor
                 if spec.kind is AttentionKind.SLIDING:
-                    output = self._sliding(x_TD, w, cos, sin, geo)
+                    output, _ = self._sliding(x_TD, w, cos, sin, geo)
                 else:
-                    output, loss = self._compressed(x_TD, w, cos, sin, geo, select=select)
+                    output, loss = self._compressed(x_TD, w, cos, sin, geo, torch.tensor(select))
                     passed.index_loss = passed.index_loss + loss
                 return output
 
@@ -279,13 +277,16 @@ class DenseForward:
             cos, sin = self.rope(AttentionKind.SLIDING, step)
 
             def attend(x_TD: torch.Tensor, step: int = step, cos: Any = cos, sin: Any = sin) -> torch.Tensor:
-                if step == 0:
-                    if len(next_tokens) > 1:
-                        rows.append(self._keys(x_TD, attn, cos, sin, geo))
-                    first: torch.Tensor = self._sliding(x_TD, attn, cos, sin, geo)
-                    return first
                 output: torch.Tensor
-                output, own = self._chained(x_TD, attn, cos, sin, rows[0], rows[1:], geo)
+                if step == 0:
+                    output, own = self._sliding(x_TD, attn, cos, sin, geo)
+                else:
+                    blank = rows[0].new_zeros(rows[0].shape)
+                    earlier = [*rows[1:], *[blank] * (len(next_tokens) - 1 - step)]
+                    earlier_TSE = torch.stack(earlier, dim=1) if earlier else blank.unsqueeze(1)[:, :0]
+                    output, own = self._chained(
+                        x_TD, attn, cos, sin, rows[0], earlier_TSE, torch.tensor(step), geo
+                    )
                 rows.append(own)
                 return output
 

@@ -64,21 +64,21 @@ def _window_keys(kv_TE: torch.Tensor, geo: Geometry) -> torch.Tensor:
     return torch.cat((before, chunks), dim=2).flatten(0, 1)
 
 
-def _window_hidden(geo: Geometry, chunks: int, skip: int) -> torch.Tensor:
-    """`[chunks, W, 1, 2 W]`, true where a query does not see a key; `skip` newest positions less at the far end."""
-    query = torch.arange(geo.window).view(1, -1, 1)
-    key = torch.arange(2 * geo.window).view(1, 1, -1)
-    hidden = (key > query + geo.window) | (key <= query + skip)
-    first = torch.arange(chunks).view(-1, 1, 1) % (geo.length // geo.window) == 0
-    return (hidden | (first & (key < geo.window))).unsqueeze(2)
+def _window_scores(
+    q_THE: torch.Tensor, keys_CWE: torch.Tensor, geo: Geometry, skip: torch.Tensor | int = 0
+) -> torch.Tensor:
+    """Scaled scores of the window, -inf for keys that a query does not see, `[T, H, 2 W]`.
 
-
-def _window_scores(q_THE: torch.Tensor, keys_CWE: torch.Tensor, geo: Geometry, skip: int) -> torch.Tensor:
-    """Scaled scores of the window, hidden ones -inf, `[T, H, 2 W]`."""
-    q_CQE = q_THE.flatten(0, 1).unflatten(0, (keys_CWE.shape[0], -1))
+    skip: positions less at the far end.
+    """
+    chunks = keys_CWE.shape[0]
+    q_CQE = q_THE.flatten(0, 1).unflatten(0, (chunks, -1))
     scores = torch.bmm(q_CQE, keys_CWE.transpose(1, 2)).unflatten(1, (geo.window, geo.num_heads))
-    scores = scores * q_THE.shape[-1] ** -0.5
-    return scores.masked_fill(_window_hidden(geo, len(keys_CWE), skip), float("-inf")).flatten(0, 1)
+    query = torch.arange(geo.window).view(1, -1, 1, 1)
+    key = torch.arange(2 * geo.window).view(1, 1, 1, -1)
+    first = torch.arange(chunks).view(-1, 1, 1, 1) % (geo.length // geo.window) == 0
+    hidden = (key > query + geo.window) | (key <= query + skip) | (first & (key < geo.window))
+    return (scores * q_THE.shape[-1] ** -0.5).masked_fill(hidden, float("-inf")).flatten(0, 1)
 
 
 def _softmax(scores: list[torch.Tensor], sink_H: torch.Tensor) -> list[torch.Tensor]:
@@ -95,11 +95,12 @@ def _window_output(probs_THW: torch.Tensor, keys_CWE: torch.Tensor, geo: Geometr
 
 def sliding_attention(
     h_TD: torch.Tensor, w: Weights, cos: torch.Tensor, sin: torch.Tensor, geo: Geometry
-) -> torch.Tensor:
-    """A sliding layer's output `[T, D]`."""
-    q_THE, keys_CWE = queries(h_TD, w, cos, sin, geo), _window_keys(keys(h_TD, w, cos, sin, geo), geo)
-    (probs,) = _softmax([_window_scores(q_THE, keys_CWE, geo, 0)], w["attn_sink"])
-    return project_out(_window_output(probs, keys_CWE, geo), w, cos, sin, geo)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sliding layer's output `[T, D]`, and its K = V rows `[T, E]`."""
+    q_THE, kv_TE = queries(h_TD, w, cos, sin, geo), keys(h_TD, w, cos, sin, geo)
+    keys_CWE = _window_keys(kv_TE, geo)
+    (probs,) = _softmax([_window_scores(q_THE, keys_CWE, geo)], w["attn_sink"])
+    return project_out(_window_output(probs, keys_CWE, geo), w, cos, sin, geo), kv_TE
 
 
 def chained_attention(
@@ -108,18 +109,23 @@ def chained_attention(
     cos: torch.Tensor,
     sin: torch.Tensor,
     kv_TE: torch.Tensor,
-    earlier: list[torch.Tensor],
+    earlier_TSE: torch.Tensor,
+    step: torch.Tensor,
     geo: Geometry,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A draft head's attention at chain step S > 1 (cos, sin already at this step's positions).
+    """A draft head's attention at a later chain step (cos, sin at its positions): output `[T, D]` and its own rows.
 
-    kv_TE: rows made from the target's streams; a chain sees those up to its start, then rows of its own: `earlier`
-    steps' and this one's. Returns the output `[T, D]` and this step's own rows.
+    kv_TE: rows made from the target's streams; a chain sees those up to its start, then rows of its own. step: how many
+    steps were before (1 or more); earlier_TSE: rows of those after the first, whatever lies in the other slots.
     """
     q_THE, own_TE = queries(h_TD, w, cos, sin, geo), keys(h_TD, w, cos, sin, geo)
-    keys_CWE, rows_TSE = _window_keys(kv_TE, geo), torch.stack((*earlier, own_TE), dim=1)
+    keys_CWE, rows_TSE = _window_keys(kv_TE, geo), torch.cat((earlier_TSE, own_TE.unsqueeze(1)), dim=1)
+    num_slots = rows_TSE.shape[1]
+    slot = torch.arange(num_slots)
+    unused = (slot >= step - 1) & (slot < num_slots - 1)
     own_scores = (q_THE.unsqueeze(2) * rows_TSE.unsqueeze(1)).sum(-1) * q_THE.shape[-1] ** -0.5
-    probs = _softmax([_window_scores(q_THE, keys_CWE, geo, rows_TSE.shape[1]), own_scores], w["attn_sink"])
+    own_scores = own_scores.masked_fill(unused, float("-inf"))
+    probs = _softmax([_window_scores(q_THE, keys_CWE, geo, step), own_scores], w["attn_sink"])
     o_THE = _window_output(probs[0], keys_CWE, geo) + (probs[1].unsqueeze(-1) * rows_TSE.unsqueeze(1)).sum(2)
     return project_out(o_THE, w, cos, sin, geo), own_TE
 
@@ -160,11 +166,11 @@ def index_scores(h_TD: torch.Tensor, w: Weights, cos: torch.Tensor, sin: torch.T
 
 
 def compressed_attention(
-    h_TD: torch.Tensor, w: Weights, cos: torch.Tensor, sin: torch.Tensor, geo: Geometry, *, select: bool
+    h_TD: torch.Tensor, w: Weights, cos: torch.Tensor, sin: torch.Tensor, geo: Geometry, select: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An HCA layer's (`index_heads` 0) or CSA layer's output `[T, D]`, and the indexer's loss.
 
-    select: whether the indexer's choice counts, or every visible entry is attended to. The loss is the mean KL of the
+    select: bool, whether the indexer's choice counts, or every visible entry is attended to. The loss is the mean KL of the
     indexer's law over the attended entries from the attention's mass on them (cut from the graph).
     """
     q_THE, keys_CWE = queries(h_TD, w, cos, sin, geo), _window_keys(keys(h_TD, w, cos, sin, geo), geo)
@@ -174,13 +180,13 @@ def compressed_attention(
     scores_BLN = h_TD.new_zeros(())
     if csa:
         scores_BLN = index_scores(h_TD, w, cos, sin, geo).masked_fill(hidden_BLN, float("-inf"))
-        if select and entries_BNE.shape[1] > geo.index_topk:
+        if entries_BNE.shape[1] > geo.index_topk:
             kth = scores_BLN.detach().topk(geo.index_topk, dim=-1).values[..., -1:]
-            hidden_BLN = hidden_BLN | (scores_BLN < kth)
+            hidden_BLN = hidden_BLN | (select & (scores_BLN < kth))
     q_BQE = q_THE.flatten(0, 1).unflatten(0, (len(entries_BNE), -1))
     scores = torch.bmm(q_BQE, entries_BNE.transpose(1, 2)) * q_THE.shape[-1] ** -0.5
     scores_THN = scores.unflatten(1, (geo.length, geo.num_heads)).masked_fill(hidden_BLN.unsqueeze(2), float("-inf"))
-    probs = _softmax([_window_scores(q_THE, keys_CWE, geo, 0), scores_THN.flatten(0, 1)], w["attn_sink"])
+    probs = _softmax([_window_scores(q_THE, keys_CWE, geo), scores_THN.flatten(0, 1)], w["attn_sink"])
     p_BQN = probs[1].flatten(0, 1).unflatten(0, (len(entries_BNE), -1))
     o_THE = _window_output(probs[0], keys_CWE, geo) + torch.bmm(p_BQN, entries_BNE).view_as(q_THE)
     loss = h_TD.new_zeros(())

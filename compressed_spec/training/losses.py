@@ -63,22 +63,17 @@ def draft_loss(
     labels_T: torch.Tensor,
     weights_T: torch.Tensor,
     teacher_TV: torch.Tensor,
-    shift: int,
-    length: int,
     mix: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean cross entropy with a mix of the corpus and the target's law `shift` tokens on, and the share of
-    tokens where both would choose alike. The last `shift` tokens of a row have no teacher and do not count."""
-    log_BLV = F.linear(x_TD, head_VD).log_softmax(-1).unflatten(0, (-1, length))[:, : length - shift]
-    labels_BL = labels_T.unflatten(0, (-1, length))[:, : length - shift]
-    weights_BL = weights_T.unflatten(0, (-1, length))[:, : length - shift]
-    law_BLV = teacher_TV.unflatten(0, (-1, length))[:, shift:]
-    picked = log_BLV.gather(2, labels_BL.unsqueeze(2)).squeeze(2)
-    taught = (law_BLV.exp() * log_BLV).sum(-1)
-    norm = weights_BL.sum().clamp(min=1e-6)
-    same = (log_BLV.detach().argmax(-1) == law_BLV.argmax(-1)).to(weights_BL.dtype)
-    loss = -(((1 - mix) * picked + mix * taught) * weights_BL).sum() / norm
-    return loss, (same * weights_BL).sum() / norm
+    """Weighted mean cross entropy with a mix of the corpus and the target's law (log probabilities), and the share of
+    tokens where both would choose alike."""
+    log_TV = F.linear(x_TD, head_VD).log_softmax(-1)
+    picked_T = log_TV.gather(1, labels_T.unsqueeze(1)).squeeze(1)
+    taught_T = (teacher_TV.exp() * log_TV).sum(-1)
+    norm = weights_T.sum().clamp(min=1e-6)
+    same_T = (log_TV.detach().argmax(-1) == teacher_TV.argmax(-1)).to(weights_T.dtype)
+    loss = -(((1 - mix) * picked_T + mix * taught_T) * weights_T).sum() / norm
+    return loss, (same_T * weights_T).sum() / norm
 
 
 class LossFunction:
@@ -94,7 +89,7 @@ class LossFunction:
         head_VD = forward.weights["head.weight"]
 
         def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
-            return tensor[:, by : by + length].contiguous()
+            return tensor[:, by : by + length].clone()
 
         labels_T, weights_T = shifted(batch.tokens, 1).flatten(), shifted(batch.weights, 1).flatten()
         passed = forward(shifted(batch.tokens, 0), select=stage.select, skip=stage.skip)
@@ -109,14 +104,15 @@ class LossFunction:
         if stage.draft_steps:
             told = [shifted(batch.tokens, step + 1) for step in range(stage.draft_steps)]
             for step, streams_TMD in enumerate(forward.draft(passed.streams[-1], told, passed), start=1):
+                # Chain t is judged by the target `step` tokens on, which a row's last tokens do not have.
+                draft_weights_BL = shifted(batch.weights, step + 1)
+                draft_weights_BL[:, length - step :] = 0.0
                 loss, agreed = self._draft(
                     forward.hidden(streams_TMD, "mtp.0."),
                     head_VD,
                     shifted(batch.tokens, step + 1).flatten(),
-                    shifted(batch.weights, step + 1).flatten(),
-                    teacher_TV,
-                    step,
-                    length,
+                    draft_weights_BL.flatten(),
+                    teacher_TV.roll(-step, 0),
                     self.weights.teacher,
                 )
                 total = total + self.weights.draft[step - 1] * loss

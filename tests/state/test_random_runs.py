@@ -139,6 +139,7 @@ def test_T02_T08_T14_T15_random_runs(setup: Setup, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=400, deadline=None, print_blob=True)
 @given(setup=setups(), seed=st.integers(0, 2**32))
 def test_T02_T08_T14_T15_many_random_runs(setup: Setup, seed: int) -> None:
