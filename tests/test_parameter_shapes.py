@@ -28,15 +28,15 @@ def read(name: str) -> DeepseekV4Config:
 def test_model_has_the_expected_parameters(name: str, head: DraftHeadKind) -> None:
     config = read(name)
     with torch.device("meta"):
-        model = DeepseekV4(config, with_mtp=head is DraftHeadKind.MTP, dtype=torch.bfloat16)
+        model = DeepseekV4(config, draft_head=head, num_draft_layers=3, dtype=torch.bfloat16)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    assert shapes == expected_parameters(config, head)
+    assert shapes == expected_parameters(config, head, 3)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("v4_flash", 284), ("v4_flash_base", 284), ("v4_pro", 1600)])
 def test_number_of_parameters_is_what_the_model_cards_say(name: str, billions: int) -> None:
     with torch.device("meta"):
-        model = DeepseekV4(read(name), with_mtp=False, dtype=torch.bfloat16)
+        model = DeepseekV4(read(name), draft_head=DraftHeadKind.NONE, dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
