@@ -45,8 +45,8 @@ class Compression:
 class StateSpec:
     """All state of a model.
 
-    head_layers: layers of its draft head, 0 without one. head_shift: position of a token's row in the head's KV, counted
-    from the token's own: 0 if it is made of the token's own streams, -1 if of those before, which then are kept too.
+    head_layers: layers of its draft head, 0 without one. head_shift: position of a token's row in the head's KV, from
+    the token's own: 0 if it is made of the token's own streams, -1 if of those before, which then are kept too.
     num_streams, model_dim: the residual streams of a token.
     """
 

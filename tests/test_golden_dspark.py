@@ -198,7 +198,7 @@ def test_a_tree_holds_the_best_nodes_there_are(model: DeepseekV4, length: int, s
     paths: dict[tuple[int, ...], float] = {}
     newest: dict[tuple[int, ...], float] = {(): 0.0}
     for depth in range(named.num_steps):
-        grown = {}
+        grown: dict[tuple[int, ...], float] = {}
         for path, score in newest.items():
             bias_V = model.draft_bias(torch.tensor([path[-1] if path else chain[0]]))[0]
             best = torch.log_softmax((base_SV[depth] + bias_V).double(), dim=-1).topk(named.top_k)
