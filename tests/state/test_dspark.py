@@ -178,7 +178,8 @@ def test_best_first_under_the_noise_that_will_decide(
         best = score_V.topk(request.shape.top_k)
         return [(score + float(s), (*path, int(t))) for s, t in zip(best.values, best.indices, strict=True)]
 
-    frontier, kept = children((), 0.0), set()
+    frontier = children((), 0.0)
+    kept: set[tuple[int, ...]] = set()
     while len(kept) < request.shape.num_nodes - 1:
         best = max(frontier)
         frontier.remove(best)
