@@ -25,7 +25,12 @@ STACKED = (".experts.w13", ".experts.w2")
 def new_model(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV4:
     checkpoint = open_checkpoint(folder)
     with torch.device("meta"):
-        return DeepseekV4(checkpoint.config, draft_head=checkpoint.draft_head, num_draft_layers=checkpoint.num_draft_layers, dtype=dtype)
+        return DeepseekV4(
+            checkpoint.config,
+            draft_head=checkpoint.draft_head,
+            num_draft_layers=checkpoint.num_draft_layers,
+            dtype=dtype,
+        )
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
