@@ -56,7 +56,7 @@ def generate(
 ) -> list[GenerationResult]:
     """Continue prompts with tree speculation; the text does not depend on `tree`, `drafter` or the company.
 
-    tree: "off" or sN_kK_dD. drafter: "auto" (the checkpoint's head, else n-gram), "mtp", "ngram", or an object.
+    tree: "off" or sN_kK_dD. drafter: "auto" (the checkpoint's head, else n-gram), "mtp", "dspark", "ngram", an object.
     temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams. seed: one a request, or
     an int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS, [] for none.
     stopping_criteria: transformers' (see `criteria_check`). verifier: "auto" (greedy, or coupled noise above
@@ -176,7 +176,7 @@ def make_decoder(
         batch_size=batch_size,
         max_length=max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests),
         max_nodes=batch_size * (1 if shape is None else shape.num_nodes),
-        max_draft_nodes=batch_size * (1 if shape is None else shape.num_draft_nodes),
+        max_draft_nodes=batch_size * (1 if shape is None else max(shape.num_draft_nodes, model.draft_block_size)),
     )
     decoder = Decoder(model, cache, drafter=helper, shape=shape, verifier=rule)
     for request in requests:

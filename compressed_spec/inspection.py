@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, DraftHeadKind, read_checkpoint
-from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
-from compressed_spec.models.deepseek_v4.weight_plan import DSPARK_NOTICE, plan_weights
+from compressed_spec.models.deepseek_v4.config import AttentionKind, LayerSpec
+from compressed_spec.models.deepseek_v4.weight_plan import plan_weights
 
 _LABELS = {AttentionKind.SLIDING: "sliding", AttentionKind.CSA: "CSA", AttentionKind.HCA: "HCA"}
 _LONGEST_PERIOD = 4
@@ -53,14 +53,14 @@ def inspect_checkpoint(
     *,
     batch_size: int,
     max_length: int,
-    cache_nbytes: Callable[[DeepseekV4Config, int, int], int],
+    cache_nbytes: Callable[[Checkpoint, int, int], int],
 ) -> Inspection:
     """Read config and headers, and hold them against each other.
 
     All faults of files and tensors are listed in `problems`. Raises ValueError where there is nothing to inspect: no
     such folder, no weights, an unusable config.
 
-    cache_nbytes: bytes of a cache, from (config, batch_size, max_length).
+    cache_nbytes: bytes of a cache, from (checkpoint, batch_size, max_length).
     """
     checkpoint = read_checkpoint(path)
     config = checkpoint.config
@@ -84,15 +84,13 @@ def inspect_checkpoint(
         weight_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
         batch_size=batch_size,
         max_length=max_length,
-        cache_bytes=cache_nbytes(config, batch_size, max_length),
+        cache_bytes=cache_nbytes(checkpoint, batch_size, max_length),
         notes=_notes(checkpoint),
         problems=(*checkpoint.problems, *plan.problems),
     )
 
 
 def _notes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    if checkpoint.draft_head is DraftHeadKind.DSPARK:
-        return (DSPARK_NOTICE,)
     promised = checkpoint.config.num_nextn_predict_layers
     if checkpoint.draft_head is DraftHeadKind.NONE and promised:
         return (f"config.json has num_nextn_predict_layers = {promised}, but the weights hold no draft head",)

@@ -45,8 +45,9 @@ class Compression:
 class StateSpec:
     """All state of a model.
 
-    head_layers: layers of its draft head, 0 without one. num_streams, model_dim: the residual streams of a token, of
-    which the draft head's next row is made.
+    head_layers: layers of its draft head, 0 without one. head_shift: position of a token's row in the head's KV, from
+    the token's own: 0 if it is made of the token's own streams, -1 if of those before, which then are kept too.
+    num_streams, model_dim: the residual streams of a token.
     """
 
     sliding_window: int
@@ -54,6 +55,7 @@ class StateSpec:
     head_dim: int
     compressions: tuple[Compression, ...]
     head_layers: int
+    head_shift: int
     num_streams: int
     model_dim: int
     dtype: torch.dtype
@@ -70,7 +72,10 @@ class Addressing(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """One pool. `shift` is what to add to a node's position to get the position of its row (-1 for a draft head)."""
+    """One pool. `shift` is what to add to a node's position to get the position of its row.
+
+    drafted: whether a draft head writes scratch rows of its own nodes here.
+    """
 
     name: str
     num_layers: int
@@ -80,6 +85,7 @@ class PoolSpec:
     per_sequence: int
     shift: int = 0
     compression: Compression | None = None
+    drafted: bool = False
 
 
 def pool_specs(spec: StateSpec, max_length: int) -> Iterator[PoolSpec]:
@@ -125,8 +131,10 @@ def pool_specs(spec: StateSpec, max_length: int) -> Iterator[PoolSpec]:
             dtype=dtype,
             addressing=ring,
             per_sequence=window,
-            shift=-1,
+            shift=spec.head_shift,
+            drafted=True,
         )
+    if spec.head_layers and spec.head_shift:
         yield PoolSpec(
             name="pending_stream",
             num_layers=1,
@@ -159,7 +167,7 @@ class CacheShape:
     def num_scratch(self, pool: PoolSpec) -> int:
         """Scratch rows of a pool: one a node of the largest forward that writes it."""
         largest = max(self.max_nodes, self.prefill_chunk)
-        return max(largest, self.max_draft_nodes) if pool.shift else largest
+        return max(largest, self.max_draft_nodes) if pool.drafted else largest
 
     def nbytes(self, spec: StateSpec) -> int:
         """Bytes of all pools, reserved in full when a cache is made."""

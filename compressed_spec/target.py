@@ -1,6 +1,7 @@
 """What the engine asks of a model: one forward over flat nodes. Prefill and verify follow from it.
 
-T = nodes, B = batch rows, V = vocabulary, M = residual streams, D = model width
+T = nodes, B = batch rows, V = vocabulary, M = residual streams, D = model width, N = draft nodes,
+S = places of a block, W = rows listed
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ DEFAULT_CHUNK = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStep:
-    """Draft nodes for one step of a draft head.
+    """Draft nodes for one step of an MTP head.
 
     streams_NMD, tokens_N: what each node is made of (the stream before its token, and the token). position_N: position
     of its row in the head's KV. window_rows_NW: rows it reads there. first: scratch row of the first node.
@@ -31,6 +32,30 @@ class DraftStep:
     position_N: torch.Tensor
     window_rows_NW: torch.Tensor
     first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBlock:
+    """Blocks of places for a head that drafts them all in one pass, one block a batch row, root first.
+
+    roots_B: the newest tokens, at the blocks' first places. position_N, rows_NW: position of each place, and rows that
+    it reads in the head's KV; the places own scratch rows 0 .. N.
+    """
+
+    roots_B: torch.Tensor
+    position_N: torch.Tensor
+    rows_NW: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDraft:
+    """What a block head says at each place: its hidden state, and logits `[B, S, V]` of the token after the place.
+
+    The logits leave out what is known of the token at the place itself: `draft_bias` adds that.
+    """
+
+    hidden_BSD: torch.Tensor
+    logits_BSV: torch.Tensor
 
 
 class TargetModel(nn.Module, ABC):
@@ -58,17 +83,34 @@ class TargetModel(nn.Module, ABC):
         """Next-token logits `[T, V]` of streams, float32 or wider."""
 
     @property
-    def has_draft_head(self) -> bool:
-        """Whether `draft_step` and `draft_logits` may be called."""
-        return False
+    def own_drafter(self) -> str | None:
+        """Which drafter the model's own head is for: "mtp" (`draft_step`), "dspark" (`draft_block`) or None."""
+        return None
 
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
-        """The draft head's own streams `[N, M, D]` after a step; writes its KV rows to scratch."""
-        raise NotImplementedError("a model without a draft head")
+        """The MTP head's own streams `[N, M, D]` after a step; writes its KV rows to scratch."""
+        raise NotImplementedError("a model without an MTP head")
 
     def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
-        """The draft head's logits `[N, V]`, float32 or wider: the law of the token after each draft node's."""
-        raise NotImplementedError("a model without a draft head")
+        """The MTP head's logits `[N, V]`, float32 or wider: the law of the token after each draft node's."""
+        raise NotImplementedError("a model without an MTP head")
+
+    @property
+    def draft_block_size(self) -> int:
+        """Places S of a block of the DSpark head, 0 without one."""
+        return 0
+
+    def draft_block(self, block: DraftBlock, scratch: Scratch) -> BlockDraft:
+        """One pass of the DSpark head; writes its KV rows to scratch."""
+        raise NotImplementedError("a model without a DSpark head")
+
+    def draft_bias(self, tokens_N: torch.Tensor) -> torch.Tensor:
+        """What to add to a place's logits once its token is known, `[N, V]`, float32 or wider."""
+        raise NotImplementedError("a model without a DSpark head")
+
+    def draft_confidence(self, hidden_ND: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+        """Log odds `[N]` that what is drafted after these tokens, at places of this hidden state, is accepted."""
+        raise NotImplementedError("a model without a DSpark head")
 
     def new_cache(
         self,

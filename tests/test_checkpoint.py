@@ -72,8 +72,8 @@ def test_whole_checkpoints_fit(folders: dict[str, Path], variant: str, layout: L
     checkpoint = open_checkpoint(folders[variant])
     plan = plan_weights(checkpoint)
     assert (checkpoint.layout, checkpoint.draft_head, plan.problems) == (layout, head, ())
-    assert all(name.startswith("mtp.") for name in plan.ignored)
-    assert bool(plan.ignored) == (head is DraftHeadKind.DSPARK)
+    assert plan.ignored == ()
+    assert checkpoint.num_draft_layers == {DraftHeadKind.MTP: 1, DraftHeadKind.DSPARK: 3, DraftHeadKind.NONE: 0}[head]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -3,9 +3,8 @@
 T = nodes, V = vocabulary, N = draft nodes, M = residual streams, D = model width
 """
 
-import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from compressed_spec import TokenTree, load_model
 from compressed_spec.cache import Cache
 from compressed_spec.drafting import DraftRequest, MTPDrafter
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.testing.ways import WAYS, Way, after_rejected_rounds, along_trees
 from compressed_spec.tree import parse_tree
 
 FOLDER = Path(__file__).parent / "data" / "golden_mtp"
@@ -93,73 +93,6 @@ def chain_tokens(length: int) -> tuple[int, ...]:
 
 def chain_argmaxes(length: int) -> list[int]:
     return [step["argmax"] for step in GOLDEN[str(length)]["mtp_chain"]]
-
-
-# Ways to get a prompt into a row of a cache. Each returns the target's logits after the last token.
-
-
-def at_once(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
-    return model.prefill(cache, [prompt], rows=[row])[0]
-
-
-def in_pieces(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
-    """Several prefills of uneven length."""
-    logits_BV = torch.empty(0)
-    sizes = itertools.cycle((5, 1, 90))
-    start = 0
-    while start < len(prompt):
-        stop = start + next(sizes)
-        logits_BV = model.prefill(cache, [prompt[start:stop]], rows=[row])
-        start = stop
-    return logits_BV[0]
-
-
-def after_rejected_rounds(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
-    """Whole trees are rejected along the way and at the end: nothing of them may stay."""
-    wrong = TokenTree(tokens=[5, 6, 7, 8, 9, 10, 11], parents=[-1, 0, 0, 1, 3, 4, 2])
-    logits_BV = torch.empty(0)
-    for start in range(0, len(prompt), 110):
-        logits_BV = model.prefill(cache, [prompt[start : start + 110]], rows=[row])
-        for _ in range(2):
-            cache.commit(model.verify(cache, [wrong], rows=[row]), [[]])
-    return logits_BV[0]
-
-
-def one_by_one(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
-    """A prefill, then rounds of a single node in which nobody drafts."""
-    start = max(len(prompt) - 9, 0)
-    if start:
-        model.prefill(cache, [prompt[:start]], rows=[row])
-    logits_TV = torch.empty(0)
-    for token in prompt[start:]:
-        verify = model.verify(cache, [TokenTree(tokens=[token], parents=[-1])], rows=[row])
-        cache.commit(verify, [[0]])
-        logits_TV = verify.logits
-    return logits_TV[-1]
-
-
-def along_trees(model: DeepseekV4, cache: Cache, row: int, prompt: Sequence[int]) -> torch.Tensor:
-    """A prefill, then trees of which one path, with wrong siblings at every depth, holds the prompt's next tokens."""
-    start = max(len(prompt) - 25, 0)
-    if start:
-        model.prefill(cache, [prompt[:start]], rows=[row])
-    logits_V = torch.empty(0)
-    while start < len(prompt):
-        piece = prompt[start : start + 5]
-        tokens, parents, path = [piece[0]], [-1], [0]
-        for token in piece[1:]:
-            tokens += [(token + 1) % 320, token, (token + 2) % 320]
-            parents += [path[-1]] * 3
-            path.append(len(tokens) - 2)
-        verify = model.verify(cache, [TokenTree(tokens=tokens, parents=parents)], rows=[row])
-        cache.commit(verify, [path])
-        logits_V = verify.logits[path[-1]]
-        start += len(piece)
-    return logits_V
-
-
-WAYS = [at_once, in_pieces, after_rejected_rounds, one_by_one, along_trees]
-Way = Callable[[DeepseekV4, Cache, int, Sequence[int]], torch.Tensor]
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -10,12 +10,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from compressed_spec.inspection import Inspection, compact_layers, inspect_checkpoint, print_inspection
-from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
+from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint
+from compressed_spec.models.deepseek_v4.config import AttentionKind, LayerSpec
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
 
 
-def cache_nbytes(config: DeepseekV4Config, batch_size: int, max_length: int) -> int:
-    return config.num_hidden_layers * batch_size * max_length
+def cache_nbytes(checkpoint: Checkpoint, batch_size: int, max_length: int) -> int:
+    return checkpoint.config.num_hidden_layers * batch_size * max_length
 
 
 def inspect(folder: Path) -> Inspection:
@@ -71,7 +72,8 @@ def test_a_whole_checkpoint(tmp_path: Path) -> None:
 def test_notes_on_draft_heads(tmp_path: Path) -> None:
     dspark = inspect(make_tiny_checkpoint(tmp_path / "dspark", draft_head="dspark"))
     assert dspark.draft_head == "dspark"
-    assert "not supported yet" in rendered(dspark)
+    assert (dspark.notes, dspark.problems) == ((), ())
+    assert "dspark" in rendered(dspark)
     absent = inspect(make_tiny_checkpoint(tmp_path / "none", draft_head="none", num_nextn_predict_layers=1))
     assert "num_nextn_predict_layers = 1, but the weights hold no draft head" in rendered(absent)
 

@@ -15,7 +15,7 @@ from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
 
 DATA = Path(__file__).parent / "data"
 CONFIGS = {path.stem: path for path in sorted((DATA / "configs").glob("*.json"))} | {
-    "golden_mtp": DATA / "golden_mtp" / "config.json"
+    name: DATA / name / "config.json" for name in ("golden_mtp", "golden_dspark")
 }
 
 
@@ -28,15 +28,28 @@ def read(name: str) -> DeepseekV4Config:
 def test_model_has_the_expected_parameters(name: str, head: DraftHeadKind) -> None:
     config = read(name)
     with torch.device("meta"):
-        model = DeepseekV4(config, with_mtp=head is DraftHeadKind.MTP, dtype=torch.bfloat16)
+        model = DeepseekV4(config, draft_head=head, num_draft_layers=3, dtype=torch.bfloat16)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    assert shapes == expected_parameters(config, head)
+    assert shapes == expected_parameters(config, head, 3)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("v4_flash_0731", 3), ("v4_flash_0731", 1), ("golden_dspark", 3)])
+def test_model_with_a_dspark_head_has_the_expected_parameters(name: str, num_stages: int) -> None:
+    config = read(name)
+    with torch.device("meta"):
+        model = DeepseekV4(config, draft_head=DraftHeadKind.DSPARK, num_draft_layers=num_stages, dtype=torch.bfloat16)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert shapes == expected_parameters(config, DraftHeadKind.DSPARK, num_stages)
+    last = f"mtp.{num_stages - 1}"
+    assert shapes["mtp.0.main_proj.weight"] == (config.hidden_size, 3 * config.hidden_size)
+    assert shapes[f"{last}.markov_head.markov_w2.weight"][0] == config.vocab_size
+    assert sorted(key for key in shapes if "confidence_head" in key) == [f"{last}.confidence_head.proj.weight"]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("v4_flash", 284), ("v4_flash_base", 284), ("v4_pro", 1600)])
 def test_number_of_parameters_is_what_the_model_cards_say(name: str, billions: int) -> None:
     with torch.device("meta"):
-        model = DeepseekV4(read(name), with_mtp=False, dtype=torch.bfloat16)
+        model = DeepseekV4(read(name), draft_head=DraftHeadKind.NONE, dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
 
 

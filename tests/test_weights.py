@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from compressed_spec.models.deepseek_v4.checkpoint import DraftHeadKind, open_checkpoint, read_checkpoint
+from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint, read_checkpoint
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import expected_parameters, transformers_name
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
@@ -26,7 +25,12 @@ STACKED = (".experts.w13", ".experts.w2")
 def new_model(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV4:
     checkpoint = open_checkpoint(folder)
     with torch.device("meta"):
-        return DeepseekV4(checkpoint.config, with_mtp=checkpoint.draft_head is DraftHeadKind.MTP, dtype=dtype)
+        return DeepseekV4(
+            checkpoint.config,
+            draft_head=checkpoint.draft_head,
+            num_draft_layers=checkpoint.num_draft_layers,
+            dtype=dtype,
+        )
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -83,7 +87,7 @@ def test_the_model_has_the_expected_parameters(options: dict[str, Any], tmp_path
     folder = make_tiny_checkpoint(tmp_path, **options)
     checkpoint = open_checkpoint(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in new_model(folder).state_dict().items()}
-    assert shapes == expected_parameters(checkpoint.config, checkpoint.draft_head)
+    assert shapes == expected_parameters(checkpoint.config, checkpoint.draft_head, checkpoint.num_draft_layers)
 
 
 @pytest.mark.parametrize(
@@ -243,16 +247,6 @@ def test_damaged_files_stop_loading(folder: Path) -> None:
     (folder / "model-00001-of-00007.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model-00001-of-00007.safetensors is missing"):
         load_weights(model, read_checkpoint(folder), device="cpu", progress=False)
-
-
-def test_dspark_is_announced_once(tmp_path: Path) -> None:
-    folder = make_tiny_checkpoint(tmp_path, draft_head="dspark")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load(folder)
-    assert [str(warning.message) for warning in caught if "DSpark" in str(warning.message)] == [
-        "the checkpoint's DSpark draft head is not supported yet: its mtp.* tensors are not loaded"
-    ]
 
 
 def test_parameters_stay_parameters(made: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from compressed_spec.inspection import inspect_checkpoint, print_inspection
 from compressed_spec.layout import CacheShape
-from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
+from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint
 from compressed_spec.models.deepseek_v4.load import DTYPES, checkpoint_folder
 from compressed_spec.models.deepseek_v4.modules import Precision
 from compressed_spec.models.deepseek_v4.state import state_spec
@@ -51,7 +51,7 @@ class InspectCommand:
             print(f"compressed-spec: {count} problem{'s' if count > 1 else ''} found in {self.model}.", file=sys.stderr)
             sys.exit(2)
 
-    def _cache_nbytes(self, config: DeepseekV4Config, batch_size: int, max_length: int) -> int:
+    def _cache_nbytes(self, checkpoint: Checkpoint, batch_size: int, max_length: int) -> int:
         shape = CacheShape(
             batch_size=batch_size,
             max_length=max_length,
@@ -60,6 +60,9 @@ class InspectCommand:
             max_draft_nodes=4 * self.max_nodes,
         )
         spec = state_spec(
-            config, with_mtp=bool(config.num_nextn_predict_layers), precision=Precision(dtype=DTYPES[self.dtype])
+            checkpoint.config,
+            draft_head=checkpoint.draft_head,
+            num_draft_layers=checkpoint.num_draft_layers,
+            precision=Precision(dtype=DTYPES[self.dtype]),
         )
         return shape.nbytes(spec)

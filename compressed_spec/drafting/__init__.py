@@ -1,11 +1,12 @@
 """Ways to propose trees, and how users name them."""
 
 from compressed_spec.drafting.base import Drafter, DraftRequest
+from compressed_spec.drafting.dspark import DSparkDrafter
 from compressed_spec.drafting.mtp import MTPDrafter
 from compressed_spec.drafting.ngram import NgramDrafter
 from compressed_spec.target import TargetModel
 
-__all__ = ["DraftRequest", "Drafter", "MTPDrafter", "NgramDrafter", "make_drafter"]
+__all__ = ["DSparkDrafter", "DraftRequest", "Drafter", "MTPDrafter", "NgramDrafter", "make_drafter"]
 
 
 def make_drafter(drafter: str | Drafter, model: TargetModel) -> Drafter:
@@ -20,9 +21,11 @@ def make_drafter(drafter: str | Drafter, model: TargetModel) -> Drafter:
             )
         return drafter
     if drafter == "auto":
-        drafter = "mtp" if model.has_draft_head else "ngram"
+        drafter = model.own_drafter or "ngram"
     if drafter == "mtp":
         return MTPDrafter(model)
+    if drafter == "dspark":
+        return DSparkDrafter(model)
     if drafter == "ngram":
         return NgramDrafter()
-    raise ValueError(f"Unknown drafter {drafter!r}: use 'auto', 'mtp', 'ngram' or an object of your own.")
+    raise ValueError(f"Unknown drafter {drafter!r}: use 'auto', 'mtp', 'dspark', 'ngram' or an object of your own.")

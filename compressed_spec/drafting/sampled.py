@@ -7,13 +7,13 @@ B = batch rows, F = nodes of a level, V = vocabulary
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from compressed_spec.drafting.base import DraftRequest
-from compressed_spec.drafting.head import HeadSteps
-from compressed_spec.target import TargetModel
+from compressed_spec.drafting.steps import Steps
 from compressed_spec.tree import TokenTree, TreeShape
 from compressed_spec.verifying import Coins, DraftTree, Proposal, sampled_children
 
@@ -41,19 +41,17 @@ def fixed_topology(shape: TreeShape) -> list[int]:
     return [-1, *(node_of[parents[old]] for old in kept)]
 
 
-def sampled_trees(model: TargetModel, request: DraftRequest, coins: Sequence[Coins]) -> list[DraftTree]:
-    """One tree a row, drawn with the row's coins at its temperature (1 for greedy rows)."""
-    parents = fixed_topology(request.shape)
+def sampled_trees(steps: Steps, request: DraftRequest, coins: Sequence[Coins], *, num_steps: int) -> list[DraftTree]:
+    """One tree a row, at most `num_steps` deep, drawn with the row's coins at its temperature (1 for greedy rows)."""
+    parents = fixed_topology(replace(request.shape, num_steps=num_steps))
     depths = TokenTree(tokens=[0] * len(parents), parents=parents).depths
     widths = [len({parents[n] for n, d in enumerate(depths) if d == depth + 1}) for depth in range(max(depths))]
-    steps = HeadSteps(model, request, len(request.rows) * sum(widths))
     drawn = [_Drawn(root, parents, depths, cap) for root, cap in zip(request.roots, request.max_depths, strict=True)]
-    level, expanded = steps.root(), [[0] for _ in drawn]
+    laws, expanded = steps.root(), [[0] for _ in drawn]
     for depth, _ in enumerate(widths):
-        processed = steps.process(level)
         for i, row in enumerate(drawn):
             for slot, node in enumerate(expanded[i]):
-                row.draw(node, processed.log_q_BFV[i, slot], coins[i])
+                row.draw(node, laws.log_q_BFV[i, slot], coins[i])
         upcoming = [row.expandable(depth + 1) for row in drawn]
         width = max(map(len, upcoming))
         if width == 0:
@@ -64,7 +62,7 @@ def sampled_trees(model: TargetModel, request: DraftRequest, coins: Sequence[Coi
             parent_slots = [now.index(row.parents[node]) for node in nodes] + [0] * (width - len(nodes))
             tokens.append([row.tokens[node] for node in nodes] + [row.tokens[0]] * (width - len(nodes)))
             slots.append(parent_slots)
-        level = level.children(processed, np.asarray(tokens), np.asarray(slots))
+        laws = steps.descend(np.asarray(tokens), np.asarray(slots))
         expanded = upcoming
     return [row.tree() for row in drawn]
 

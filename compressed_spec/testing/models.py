@@ -13,9 +13,18 @@ import torch
 from compressed_spec.cache import Cache
 from compressed_spec.models.deepseek_v4.config import parse_config
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.models.deepseek_v4.tiny_tensors import random_tensor
 from compressed_spec.target import TargetModel
 from compressed_spec.tree import TokenTree
+
+# What a DSpark head adds to `tiny_config`; for stacks of two layers or more.
+DSPARK_KEYS: dict[str, object] = {
+    "dspark_block_size": 4,
+    "dspark_noise_token_id": 2,
+    "dspark_target_layer_ids": [0, 1],
+    "dspark_markov_rank": 8,
+}
 
 
 def tiny_config(compress_ratios: Sequence[int] | None = (0, 4, 8, 4), **overrides: object) -> dict[str, object]:
@@ -63,12 +72,15 @@ def random_model(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
-    with_mtp: bool = True,
+    draft_head: DraftHeadKind = DraftHeadKind.MTP,
+    num_draft_layers: int = 1,
     **overrides: object,
 ) -> DeepseekV4:
     """A model of `tiny_config`, every parameter random and none of them trivial; a function of the arguments alone."""
+    if draft_head is DraftHeadKind.DSPARK:
+        overrides = DSPARK_KEYS | overrides
     config = parse_config(tiny_config(compress_ratios, **overrides))
-    model = DeepseekV4(config, with_mtp=with_mtp, dtype=dtype)
+    model = DeepseekV4(config, draft_head=draft_head, num_draft_layers=num_draft_layers, dtype=dtype)
     for name, tensor in model.state_dict().items():
         tensor.copy_(random_tensor(name, tuple(tensor.shape), config, seed))
     return model.eval().requires_grad_(False)

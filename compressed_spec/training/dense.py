@@ -264,7 +264,7 @@ class DenseForward:
 
         next_tokens: the token each step is told, `[B, L]`: t + 1, then t + 2, ...
         """
-        head, w, eps, prefix = self.model.draft_head, self.weights, self.config.rms_norm_eps, "mtp.0."
+        head, w, eps, prefix = self.model.mtp_head, self.weights, self.config.rms_norm_eps, "mtp.0."
         assert head is not None, "this model has no draft head"
         geo, attn = self.geometry(self._spec), self.under("mtp.0.attn.")
         results: list[torch.Tensor] = []

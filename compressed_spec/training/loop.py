@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from compressed_spec.models.deepseek_v4.config import parse_config
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.training.corpus import Encoded
 from compressed_spec.training.losses import Stage
 from compressed_spec.training.optimizer import DemoOptimizer, balance
@@ -56,7 +57,7 @@ class Trainer:
         compile: bool = False,
     ) -> None:
         self.recipe, self.budget, self.work = recipe, budget, work
-        self.model = DeepseekV4(parse_config(config), with_mtp=True, dtype=torch.float32)
+        self.model = DeepseekV4(parse_config(config), draft_head=DraftHeadKind.MTP, dtype=torch.float32)
         initialize(self.model, recipe.seed)
         self.optimizer = DemoOptimizer(
             self.model, lr=recipe.lr, adam_lr=recipe.adam_lr, weight_decay=recipe.weight_decay

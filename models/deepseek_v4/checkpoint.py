@@ -34,6 +34,12 @@ class Checkpoint:
     unreadable: frozenset[str]
     problems: tuple[str, ...]
 
+    @property
+    def num_draft_layers(self) -> int:
+        """Blocks of the draft head, counted by their tensors: config.json says 1 where a DSpark head has 3."""
+        names = (name.split(".") for name in self.tensors.keys() | self.unreadable)
+        return len({parts[1] for parts in names if parts[0] == "mtp" and len(parts) > 1})
+
 
 def open_checkpoint(path_or_repo_id: str | Path) -> Checkpoint:
     """Describe a checkpoint: a local folder, or a Hugging Face repo id, which is downloaded (safetensors only).

@@ -6,7 +6,7 @@ from transformers import DeepseekV4ForCausalLM, PreTrainedModel
 from compressed_spec.models.deepseek_v4.checkpoint import some_of
 from compressed_spec.models.deepseek_v4.config import parse_config
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
-from compressed_spec.models.deepseek_v4.names import Layout, upstream_name
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind, Layout, upstream_name
 
 
 def share_parameters(hf_model: PreTrainedModel) -> DeepseekV4:
@@ -35,7 +35,7 @@ def share_parameters(hf_model: PreTrainedModel) -> DeepseekV4:
         raise ValueError(f"The weights lie on {len(devices)} devices: load the model on one.")
     dtype = hf_model.lm_head.weight.dtype
     with torch.device("meta"):
-        model = DeepseekV4(config, with_mtp=False, dtype=dtype)
+        model = DeepseekV4(config, draft_head=DraftHeadKind.NONE, dtype=dtype)
     targets = model.state_dict()
     odd = targets.keys() ^ tensors.keys()
     odd |= {name for name in targets.keys() & tensors.keys() if targets[name].shape != tensors[name].shape}

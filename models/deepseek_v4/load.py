@@ -6,7 +6,6 @@ import torch
 
 from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
-from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.models.deepseek_v4.weights import load_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,8 +23,7 @@ def load_model(
     """Load a DeepSeek-V4 checkpoint: a local folder, a hub id, or "demo" for the bundled one. Needs no tokenizer.
 
     dtype: "float32", "float64", "bfloat16" or "float16", of matrices, activations and KV; stored FP8 and FP4 weights
-    are dequantised to it. progress: show a bar on stderr. A DSpark checkpoint loads without its drafter, with a
-    warning.
+    are dequantised to it. progress: show a bar on stderr.
     Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint.
     """
     if dtype not in DTYPES:
@@ -35,7 +33,12 @@ def load_model(
     _check_device(device)
     checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
     with torch.device("meta"):
-        model = DeepseekV4(checkpoint.config, with_mtp=checkpoint.draft_head is DraftHeadKind.MTP, dtype=DTYPES[dtype])
+        model = DeepseekV4(
+            checkpoint.config,
+            draft_head=checkpoint.draft_head,
+            num_draft_layers=checkpoint.num_draft_layers,
+            dtype=DTYPES[dtype],
+        )
     load_weights(model, checkpoint, device=torch.device(device), progress=progress)
     return model.to(device).eval().requires_grad_(False)
 

@@ -1,6 +1,6 @@
 """DeepSeek-V4 over flat nodes and row lists.
 
-T = nodes, V = vocabulary, M = residual streams, D = model width, N = draft nodes
+T = nodes, V = vocabulary, M = residual streams, D = model width, N = draft nodes, B = batch rows, S = places of a block
 """
 
 from collections import Counter
@@ -14,22 +14,28 @@ from compressed_spec.layout import Compression, StateSpec
 from compressed_spec.models.deepseek_v4.attention import AttentionRound, CompressionRound, compression_of
 from compressed_spec.models.deepseek_v4.block import Block
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
+from compressed_spec.models.deepseek_v4.dspark import DSparkHead
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Norm, Precision
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
 from compressed_spec.models.deepseek_v4.state import state_spec
 from compressed_spec.rows import RowPlan
-from compressed_spec.target import DraftStep, TargetModel
+from compressed_spec.target import BlockDraft, DraftBlock, DraftStep, TargetModel
 
 
 class DeepseekV4(TargetModel, HyperConnected):
     """The whole model; parameters carry the upstream names, with the experts of a layer stacked.
 
-    with_mtp: whether it has the MTP head (`mtp.0`). dtype: of matrices, activations and KV.
+    draft_head, num_draft_layers: which head it has (`mtp`), and blocks of it (MTP: one). dtype: of matrices,
+    activations and KV. Raises ValueError for a DSpark head without the dspark_* keys in the config.
     """
 
-    def __init__(self, config: DeepseekV4Config, *, with_mtp: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DeepseekV4Config, *, draft_head: DraftHeadKind, num_draft_layers: int = 1, dtype: torch.dtype
+    ) -> None:
         super().__init__(config, Precision(dtype=dtype))
+        self.draft_head = draft_head
         self.vocab_size, self.max_position_embeddings = config.vocab_size, config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -43,7 +49,11 @@ class DeepseekV4(TargetModel, HyperConnected):
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, self.precision)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.add_site("head")
-        self.mtp = nn.ModuleList([MTPHead(config, self.precision)] if with_mtp else [])
+        self.mtp = nn.ModuleList()
+        if draft_head is DraftHeadKind.MTP:
+            self.mtp = nn.ModuleList([MTPHead(config, self.precision)])
+        elif draft_head is DraftHeadKind.DSPARK:
+            self.mtp = DSparkHead(config, num_draft_layers, self.precision)
         for name, compress in (("main", False), ("compress", True)):
             frequencies = rope_frequencies(config, compress=compress, dtype=self.precision.wide)
             self.register_buffer(f"rope_{name}", frequencies, persistent=False)
@@ -53,17 +63,27 @@ class DeepseekV4(TargetModel, HyperConnected):
         return self.norm.weight.device
 
     @property
-    def draft_head(self) -> MTPHead | None:
+    def mtp_head(self) -> MTPHead | None:
         head = self.mtp[0] if len(self.mtp) else None
-        assert head is None or isinstance(head, MTPHead)
-        return head
+        return head if isinstance(head, MTPHead) else None
 
     @property
-    def has_draft_head(self) -> bool:
-        return len(self.mtp) > 0
+    def dspark_head(self) -> DSparkHead | None:
+        return self.mtp if isinstance(self.mtp, DSparkHead) else None
+
+    @property
+    def own_drafter(self) -> str | None:
+        return None if self.draft_head is DraftHeadKind.NONE else self.draft_head.value
+
+    @property
+    def draft_block_size(self) -> int:
+        head = self.dspark_head
+        return 0 if head is None else head.settings.block_size
 
     def state_spec(self) -> StateSpec:
-        return state_spec(self.config, with_mtp=self.has_draft_head, precision=self.precision)
+        return state_spec(
+            self.config, draft_head=self.draft_head, num_draft_layers=len(self.mtp), precision=self.precision
+        )
 
     def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
         main = rotation(self.get_buffer("rope_main"), plan.position_T)
@@ -75,7 +95,9 @@ class DeepseekV4(TargetModel, HyperConnected):
         }
         embedded_TD = self.embed(plan.tokens_T)
         streams_TMD: torch.Tensor = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
-        for block, spec in zip(self.layers, self.config.layers, strict=True):
+        mtp, dspark = self.mtp_head, self.dspark_head
+        kept: dict[int, torch.Tensor] = {}
+        for layer, (block, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
             kind = compression_of(self.config, spec)
             here = AttentionRound(
                 rotation=main if kind is None else compress,
@@ -86,12 +108,16 @@ class DeepseekV4(TargetModel, HyperConnected):
                 compression=None if kind is None else rounds[kind.name],
             )
             streams_TMD = block(streams_TMD, plan.tokens_T, here)
-        head = self.draft_head
-        if head is not None:
+            if dspark is not None and layer in dspark.settings.target_layer_ids:
+                kept[layer] = streams_TMD
+        if dspark is not None:
+            for stage, rows_TD in enumerate(dspark.kv_rows(kept, main)):
+                scratch.write("head_kv", stage, rows_TD)
+        if mtp is not None:
             rows_RD = scratch.write("pending_stream", 0, streams_TMD.flatten(1))
             previous_TMD = rows_RD[plan.parent_stream_T].unflatten(-1, (self.config.hc_mult, -1))
             before = rotation(self.get_buffer("rope_main"), plan.position_T - 1)
-            scratch.write("head_kv", 0, head.kv_rows(previous_TMD, embedded_TD, before))
+            scratch.write("head_kv", 0, mtp.kv_rows(previous_TMD, embedded_TD, before))
         return streams_TMD
 
     def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
@@ -101,8 +127,8 @@ class DeepseekV4(TargetModel, HyperConnected):
         return F.linear(x_TD, self.head.weight).to(self.precision.wide)
 
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
-        head = self.draft_head
-        assert head is not None, "this model has no draft head"
+        head = self.mtp_head
+        assert head is not None, "this model has no MTP head"
         here = AttentionRound(
             rotation=rotation(self.get_buffer("rope_main"), step.position_N),
             window_rows_TW=step.window_rows_NW,
@@ -114,6 +140,36 @@ class DeepseekV4(TargetModel, HyperConnected):
         return head.step(step.streams_NMD, self.embed(step.tokens_N), step.tokens_N, here)
 
     def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
-        head = self.draft_head
-        assert head is not None, "this model has no draft head"
+        head = self.mtp_head
+        assert head is not None, "this model has no MTP head"
         return self._project(head.norm(head.collapse_head(streams_NMD)))
+
+    def draft_block(self, block: DraftBlock, scratch: Scratch) -> BlockDraft:
+        head = self.dspark_head
+        assert head is not None, "this model has no DSpark head"
+        tokens_BS = block.roots_B.new_full((len(block.roots_B), self.draft_block_size), head.settings.noise_token_id)
+        tokens_BS[:, 0] = block.roots_B
+        tokens_N = tokens_BS.flatten()
+        here = AttentionRound(
+            rotation=rotation(self.get_buffer("rope_main"), block.position_N),
+            window_rows_TW=block.rows_NW,
+            scratch=scratch,
+            kv_pool="head_kv",
+            first=0,
+            compression=None,
+        )
+        hidden_ND = head.hidden(self.embed(tokens_N), tokens_N, here)
+        logits_NV = self._project(head.stages[-1].norm(hidden_ND))
+        places = (len(block.roots_B), -1)
+        return BlockDraft(hidden_BSD=hidden_ND.unflatten(0, places), logits_BSV=logits_NV.unflatten(0, places))
+
+    def draft_bias(self, tokens_N: torch.Tensor) -> torch.Tensor:
+        head = self.dspark_head
+        assert head is not None, "this model has no DSpark head"
+        bias_NV: torch.Tensor = head.stages[-1].markov_head(tokens_N)
+        return bias_NV.to(self.precision.wide)
+
+    def draft_confidence(self, hidden_ND: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+        head = self.dspark_head
+        assert head is not None, "this model has no DSpark head"
+        return head.confidence(hidden_ND, tokens_N)

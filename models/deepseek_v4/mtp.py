@@ -10,8 +10,9 @@ import torch
 from compressed_spec.kernels.hyper_connection import collapse
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
-from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
+from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.modules import Norm, Precision, linear
+from compressed_spec.models.deepseek_v4.names import DRAFT_LAYER
 from compressed_spec.models.deepseek_v4.rope import Rotation
 
 
@@ -19,8 +20,7 @@ class MTPHead(Block):
     """`mtp.0`: a sliding-window, score-routed block with its input projections and its own output collapse and norm."""
 
     def __init__(self, config: DeepseekV4Config, precision: Precision) -> None:
-        spec = LayerSpec(kind=AttentionKind.SLIDING, ratio=0, hash_routed=False)
-        super().__init__(config, spec, 0, 0, precision)
+        super().__init__(config, DRAFT_LAYER, 0, 0, precision)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.e_proj = linear(width, width, precision.dtype)
         self.h_proj = linear(width, width, precision.dtype)

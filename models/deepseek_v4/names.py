@@ -8,7 +8,7 @@ Shapes: V vocabulary, D hidden size, M residual streams, E routed experts, I exp
 import re
 from enum import StrEnum
 
-from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
+from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, DSparkConfig, LayerSpec
 
 Shape = tuple[int, ...]
 
@@ -16,8 +16,8 @@ Shape = tuple[int, ...]
 # MTP layer, and upstream's own conversion drops both copies.
 IGNORED_COPIES = frozenset({"mtp.0.emb.tok_emb.weight", "mtp.0.head.weight"})
 
-
-_DRAFT_LAYER = LayerSpec(kind=AttentionKind.SLIDING, ratio=0, hash_routed=False)
+# Of every block of a draft head.
+DRAFT_LAYER = LayerSpec(kind=AttentionKind.SLIDING, ratio=0, hash_routed=False)
 
 
 class DraftHeadKind(StrEnum):
@@ -35,10 +35,20 @@ class Layout(StrEnum):
     TRANSFORMERS = "transformers"
 
 
-def expected_parameters(config: DeepseekV4Config, draft_head: DraftHeadKind) -> dict[str, Shape]:
+def require_dspark(config: DeepseekV4Config) -> DSparkConfig:
+    """The constants of a DSpark head; raises ValueError if config.json has none."""
+    if config.dspark is None:
+        raise ValueError("config.json lacks the dspark_* keys of the DSpark head that the weights hold: add them")
+    return config.dspark
+
+
+def expected_parameters(
+    config: DeepseekV4Config, draft_head: DraftHeadKind, num_draft_layers: int = 1
+) -> dict[str, Shape]:
     """Every parameter and persistent buffer of the model, name to shape.
 
-    A DSPARK head has no parameters yet: its tensors (`dspark_tensors`) are checked but not loaded.
+    num_draft_layers: blocks of a DSPARK head (an MTP head is one). Raises ValueError for such a head without the
+    dspark_* keys in the config.
     """
     v, d = config.vocab_size, config.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (v, d)}
@@ -47,22 +57,23 @@ def expected_parameters(config: DeepseekV4Config, draft_head: DraftHeadKind) -> 
     shapes |= _head(config)
     shapes["head.weight"] = (v, d)
     if draft_head is DraftHeadKind.MTP:
-        block = _block(config, _DRAFT_LAYER)
+        block = _block(config, DRAFT_LAYER)
         block |= {f"{name}.weight": (d, d) for name in ("e_proj", "h_proj")}
         block |= {f"{name}.weight": (d,) for name in ("enorm", "hnorm")}
         shapes |= {f"mtp.0.{name}": shape for name, shape in {**block, **_head(config)}.items()}
+    if draft_head is DraftHeadKind.DSPARK:
+        shapes |= _dspark(config, num_draft_layers)
     return shapes
 
 
-def dspark_tensors(config: DeepseekV4Config, num_stages: int) -> dict[str, Shape]:
-    """What a DSpark head of `num_stages` blocks consists of, name to shape, its experts stacked as in the model."""
-    assert config.dspark is not None, "a DSpark head needs the dspark_* keys of config.json"
-    v, d, rank = config.vocab_size, config.hidden_size, config.dspark.markov_rank
+def _dspark(config: DeepseekV4Config, num_stages: int) -> dict[str, Shape]:
+    dspark = require_dspark(config)
+    v, d, rank = config.vocab_size, config.hidden_size, dspark.markov_rank
     shapes: dict[str, Shape] = {}
     for stage in range(num_stages):
-        block = _block(config, _DRAFT_LAYER)
+        block = _block(config, DRAFT_LAYER)
         if stage == 0:
-            block |= {"main_proj.weight": (d, d * len(config.dspark.target_layer_ids)), "main_norm.weight": (d,)}
+            block |= {"main_proj.weight": (d, d * len(dspark.target_layer_ids)), "main_norm.weight": (d,)}
         if stage == num_stages - 1:
             block |= _head(config)
             block |= {f"markov_head.{name}.weight": (v, rank) for name in ("markov_w1", "markov_w2")}

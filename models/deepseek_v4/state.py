@@ -7,17 +7,24 @@ from compressed_spec.layout import StateSpec
 from compressed_spec.models.deepseek_v4.attention import compression_of
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.modules import Precision
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 
 
-def state_spec(config: DeepseekV4Config, *, with_mtp: bool, precision: Precision) -> StateSpec:
-    """Pools of a model of this configuration, with or without the MTP head's."""
+def state_spec(
+    config: DeepseekV4Config, *, draft_head: DraftHeadKind, num_draft_layers: int, precision: Precision
+) -> StateSpec:
+    """Pools of a model of this configuration and draft head.
+
+    An MTP head folds a token into the stream before it, a DSpark head reads the token's own.
+    """
     kinds = Counter(comp for layer in config.layers if (comp := compression_of(config, layer)) is not None)
     return StateSpec(
         sliding_window=config.sliding_window,
         num_layers=config.num_hidden_layers,
         head_dim=config.head_dim,
         compressions=tuple(replace(kind, num_layers=count) for kind, count in kinds.items()),
-        head_layers=int(with_mtp),
+        head_layers=0 if draft_head is DraftHeadKind.NONE else num_draft_layers,
+        head_shift=-1 if draft_head is DraftHeadKind.MTP else 0,
         num_streams=config.hc_mult,
         model_dim=config.hidden_size,
         dtype=precision.dtype,

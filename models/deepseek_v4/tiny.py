@@ -18,7 +18,6 @@ from compressed_spec.models.deepseek_v4.names import (
     DraftHeadKind,
     Layout,
     Shape,
-    dspark_tensors,
     expected_parameters,
     transformers_name,
 )
@@ -70,9 +69,7 @@ def make_tiny_checkpoint(
     if transformers:
         raw = _transformers_config(raw) | late
     config = parse_config(raw)
-    shapes = expected_parameters(config, head)
-    if head is DraftHeadKind.DSPARK:
-        shapes |= dspark_tensors(config, NUM_DSPARK_STAGES)
+    shapes = expected_parameters(config, head, NUM_DSPARK_STAGES)
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

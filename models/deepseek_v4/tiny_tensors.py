@@ -18,6 +18,7 @@ _BLOCK = 128
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between neighbouring magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6
 _SUCCESSOR_WEIGHT = 0.5  # how much of a head row is the embedding of the token that it should follow
+_MARKOV_GAIN = 6.0  # logit by which a draft's Markov head favours the successor of a token, about
 
 
 def random_tensor(name: str, shape: Shape, config: DeepseekV4Config, seed: int) -> torch.Tensor:
@@ -32,6 +33,8 @@ def random_tensor(name: str, shape: Shape, config: DeepseekV4Config, seed: int) 
         return _hyper_connection(leaf, noise, config)
     if leaf == "head":
         return _head(noise, config, seed)
+    if leaf == "markov_w2":
+        return _markov(name, noise, config, seed)
     if leaf in ("e_proj", "h_proj", "main_proj"):
         return _draft_projection(leaf, noise)
     if "norm" in leaf:
@@ -93,13 +96,28 @@ def _hyper_connection(leaf: str, noise: torch.Tensor, config: DeepseekV4Config) 
 def _head(noise_VD: torch.Tensor, config: DeepseekV4Config, seed: int) -> torch.Tensor:
     """Rows that answer to the embedding of one other token, except that nothing leads to a stop token."""
     vocab, width = noise_VD.shape
-    random = torch.Generator().manual_seed(_stream(seed, "successors"))
     embed_VD = random_tensor("embed.weight", (vocab, width), config, seed)
-    before_V = torch.randperm(vocab, generator=random)
-    weight = torch.full((vocab, 1), _SUCCESSOR_WEIGHT)
-    weight[list(config.eos_token_ids)] = 0
-    row_VD = weight * embed_VD[before_V] + (1 - weight.square()).sqrt() * noise_VD
+    weight_V1 = _SUCCESSOR_WEIGHT * _may_follow(config)
+    row_VD = weight_V1 * embed_VD[_predecessors(config, seed)] + (1 - weight_V1.square()).sqrt() * noise_VD
     return row_VD.mul(1.5 * width**-0.5)
+
+
+def _markov(name: str, noise_VR: torch.Tensor, config: DeepseekV4Config, seed: int) -> torch.Tensor:
+    """Rows that answer to the Markov embedding of the same token as the vocabulary head's."""
+    embed_VR = random_tensor(name.replace("markov_w2", "markov_w1"), tuple(noise_VR.shape), config, seed)
+    return _MARKOV_GAIN * _may_follow(config) * embed_VR[_predecessors(config, seed)] + 0.1 * noise_VR
+
+
+def _predecessors(config: DeepseekV4Config, seed: int) -> torch.Tensor:
+    """The token that each one is likely to follow."""
+    return torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(_stream(seed, "successors")))
+
+
+def _may_follow(config: DeepseekV4Config) -> torch.Tensor:
+    """`[V, 1]`: 0 for stop tokens, 1 for others."""
+    may_V1 = torch.ones((config.vocab_size, 1))
+    may_V1[list(config.eos_token_ids)] = 0
+    return may_V1
 
 
 def _draft_projection(leaf: str, noise_OI: torch.Tensor) -> torch.Tensor:

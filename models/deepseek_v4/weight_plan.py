@@ -11,17 +11,13 @@ from enum import StrEnum
 
 from compressed_spec.kernels.dequantize import FP4_GROUP
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, DraftHeadKind, Layout
-from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.names import (
     IGNORED_COPIES,
     Shape,
-    dspark_tensors,
     expected_parameters,
     transformers_name,
     upstream_name,
 )
-
-DSPARK_NOTICE = "the checkpoint's DSpark draft head is not supported yet: its mtp.* tensors are not loaded"
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SCALES = ("F8_E8M0", "F32", "BF16")
@@ -67,11 +63,12 @@ class WeightPlan:
 def plan_weights(checkpoint: Checkpoint) -> WeightPlan:
     """Match every stored tensor with a parameter; whatever does not fit becomes a problem, one sentence each."""
     planner = _Planner(checkpoint)
-    sources = {
-        parameter: tuple(planner.pieces(parameter, shape))
-        for parameter, shape in expected_parameters(checkpoint.config, checkpoint.draft_head).items()
-    }
-    planner.set_aside_drafter(checkpoint.config)
+    try:
+        expected = expected_parameters(checkpoint.config, checkpoint.draft_head, checkpoint.num_draft_layers)
+    except ValueError as error:
+        return WeightPlan(sources={}, ignored=(), problems=(str(error),))
+    sources = {parameter: tuple(planner.pieces(parameter, shape)) for parameter, shape in expected.items()}
+    planner.set_aside_copies()
     return WeightPlan(sources=sources, ignored=tuple(planner.ignored), problems=planner.all_problems())
 
 
@@ -117,28 +114,13 @@ class _Planner:
                 if piece is not None:
                     yield _at(piece, source_expert=None, expert=e, row_start=i * height, row_stop=(i + 1) * height)
 
-    def set_aside_drafter(self, config: DeepseekV4Config) -> None:
-        """Move what is known and deliberately not loaded to `ignored`: see `IGNORED_COPIES` and `DSPARK_NOTICE`.
-
-        A DSpark head is held to its names and shapes all the same, so that a damaged one does not pass.
-        """
+    def set_aside_copies(self) -> None:
+        """Move what is known and deliberately not loaded to `ignored`: see `IGNORED_COPIES`."""
         if self._draft_head is DraftHeadKind.MTP:
             names = [name for name in self._unclaimed if name in IGNORED_COPIES]
-        elif self._draft_head is DraftHeadKind.NONE:
-            names = []
-        elif config.dspark is None:
-            names = [name for name in self._unclaimed if name.startswith("mtp.")]
-            self._problems.append("config.json lacks the dspark_* keys of the DSpark head that the weights hold")
-        else:
-            names = [name for name in self._unclaimed if name.startswith("mtp.")]
-            stages = {name.split(".")[1] for name in names}
-            for parameter, shape in dspark_tensors(config, len(stages)).items():
-                for _ in self.pieces(parameter, shape):
-                    pass
-            names = [name for name in names if name not in self._unclaimed]
-        for name in names:
-            self._unclaimed.pop(name, None)
-        self.ignored = [self._stored[name] for name in names]
+            for name in names:
+                del self._unclaimed[name]
+            self.ignored = [self._stored[name] for name in names]
 
     def all_problems(self) -> tuple[str, ...]:
         extra = [f"{self._stored[name]} is not a tensor of this architecture" for name in self._unclaimed]

@@ -1,6 +1,5 @@
 """Fill a model, built on the meta device, with a checkpoint's weights, one stored tensor at a time."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -9,8 +8,8 @@ from torch import nn
 from tqdm import tqdm
 
 from compressed_spec.kernels.dequantize import dequantize_fp4, dequantize_fp8
-from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, DraftHeadKind, some_of
-from compressed_spec.models.deepseek_v4.weight_plan import DSPARK_NOTICE, Piece, StorageFormat, plan_weights
+from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, some_of
+from compressed_spec.models.deepseek_v4.weight_plan import Piece, StorageFormat, plan_weights
 
 _MAX_OPEN_FILES = 4  # mapped shards kept at once; a layer's tensors lie in one file, seldom in two
 
@@ -35,8 +34,6 @@ def load_weights(
             f"{checkpoint.folder} does not fit its config.json in {count} tensor{'s' if count > 1 else ''}: "
             f"{some_of(plan.problems)} (take config and weights from the same checkpoint)"
         )
-    if checkpoint.draft_head is DraftHeadKind.DSPARK:
-        warnings.warn(DSPARK_NOTICE, stacklevel=2)
     targets = model.state_dict()
     assert targets.keys() == plan.sources.keys(), f"names differ: {sorted(targets.keys() ^ plan.sources.keys())[:3]}"
     reader = _Reader(checkpoint, torch.device(device))

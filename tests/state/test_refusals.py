@@ -7,6 +7,7 @@ import pytest
 
 from compressed_spec import TokenTree, generate, load_model
 from compressed_spec.decode import Decoder, Request
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.testing import RandomDrafter, Reference, prefilled, random_model, raw_bytes
 from compressed_spec.tree import TreeShape, parse_tree
@@ -101,9 +102,18 @@ def test_T36_generate(mixed: Reference, options: dict[str, object], message: str
         generate(mixed.model, [[5, 6, 5, 6, 5]], **options)  # type: ignore[arg-type]
 
 
-def test_T36_a_head_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="has no MTP head"):
-        generate(random_model((0, 4), with_mtp=False), [[5]], drafter="mtp")
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        (DraftHeadKind.NONE, "mtp", "has no MTP head: use drafter='ngram'"),
+        (DraftHeadKind.NONE, "dspark", "has no DSpark head: use drafter='ngram'"),
+        (DraftHeadKind.DSPARK, "mtp", "has no MTP head: use drafter='dspark'"),
+        (DraftHeadKind.MTP, "dspark", "has no DSpark head: use drafter='mtp'"),
+    ],
+)
+def test_T36_a_head_that_is_not_there(kind: DraftHeadKind, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(random_model((0, 4), draft_head=kind), [[5]], drafter=name)
 
 
 def test_T36_numerics_and_dtypes_that_do_not_exist() -> None:

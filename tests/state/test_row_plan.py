@@ -38,6 +38,7 @@ class Case:
             head_dim=4,
             compressions=self.compressions,
             head_layers=0,
+            head_shift=0,
             num_streams=4,
             model_dim=4,
             dtype=torch.float64,
