@@ -13,6 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from compressed_spec.generate import make_decoder, make_requests
+from compressed_spec.models.deepseek_v4.checkpoint import resolve_folder
 from compressed_spec.models.deepseek_v4.load import DEMO, load_model
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def show(args: argparse.Namespace, scratch: Path, console: Console) -> None:
     """Decode three times and print the text, the drafted part of it marked, and a table."""
-    folder = Path(args.model) if args.model else DEMO
+    folder = resolve_folder(args.model) if args.model else DEMO
     if not args.model and not (DEMO / "config.json").is_file():
         folder = make_tiny_checkpoint(scratch)
         console.print("A small DeepSeek-V4 checkpoint with random weights: its text is noise, its decoding is real.\n")
@@ -118,6 +119,7 @@ def _marked(chunks: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> Text
 
 def _table(runs: list[Run]) -> Table:
     table = Table("", "tree", "rounds", "tokens a round", "tokens/s", "against off")
+    plain = runs[0].tokens_per_second
     for run in runs:
         table.add_row(
             run.label,
@@ -125,7 +127,7 @@ def _table(runs: list[Run]) -> Table:
             str(run.stats.num_rounds),
             f"{run.stats.acceptance_length:.2f}",
             f"{run.tokens_per_second:.1f}",
-            f"{run.tokens_per_second / runs[0].tokens_per_second:.2f}x",
+            f"{run.tokens_per_second / plain:.2f}x" if plain else "-",  # a text of one token is the prefill's
         )
     return table
 

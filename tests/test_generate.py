@@ -292,7 +292,7 @@ def test_T25_the_joint_law_of_three_tokens(eight: Reference, verifier: str, tree
     assert counts.keys() <= expected.keys(), "a token of probability 0 was emitted"
     assert chi_square(counts, expected) < 4
     # The test can fail: a temperature a little off shows.
-    other = joint_law(eight, prompt, **(law | {"temperature": law["temperature"] * 1.2}))
+    other = joint_law(eight, prompt, **(law | {"temperature": law["temperature"] * 1.4}))
     assert chi_square(counts, {text: other.get(text, 0.0) for text in expected}) > 5
 
 

@@ -2,7 +2,6 @@
 else decodes; and with processors the same, since every tree node is processed with its own path's history.
 """
 
-import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -184,11 +183,8 @@ def alternate(prompt: list[int], new: list[int], scores_V: torch.Tensor) -> torc
     return scores_V
 
 
-def no_repeated_pair(prompt: list[int], new: list[int], scores_V: torch.Tensor) -> torch.Tensor:
-    text = prompt + new
-    for first, second in itertools.pairwise(text):
-        if first == text[-1]:
-            scores_V[second] = -math.inf
+def no_repeats(prompt: list[int], new: list[int], scores_V: torch.Tensor) -> torch.Tensor:
+    scores_V[prompt + new] = -math.inf
     return scores_V / 0.8
 
 
@@ -213,10 +209,10 @@ PROCESSORS: dict[str, tuple[Process, dict[str, Any]]] = {
     "min_new_tokens": (no_stop_yet, {"min_new_tokens": 9, "stop_token_ids": STOPS}),
     "custom": (alternate, {"logits_processor": custom}),
     "transformers": (
-        no_repeated_pair,
+        no_repeats,
         {
             "logits_processor": LogitsProcessorList(
-                [NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(0.8)]  # type: ignore[no-untyped-call]
+                [NoRepeatNGramLogitsProcessor(1), TemperatureLogitsWarper(0.8)]  # type: ignore[no-untyped-call]
             )
         },
     ),

@@ -13,6 +13,7 @@ from compressed_spec.layout import CacheShape
 from compressed_spec.models.deepseek_v4.config import parse_config
 from compressed_spec.models.deepseek_v4.load import load_model
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.text import load_tokenizer
 from compressed_spec.training.autograd import GroupedExperts, Sinkhorn
 from compressed_spec.training.corpus import (
@@ -58,7 +59,7 @@ def small_config(**overrides: object) -> dict[str, object]:
 
 
 def random_model(config: dict[str, object]) -> DeepseekV4:
-    model = DeepseekV4(parse_config(config), with_mtp=True, dtype=torch.float64)
+    model = DeepseekV4(parse_config(config), draft_head=DraftHeadKind.MTP, dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
@@ -286,7 +287,7 @@ def test_only_train_parts_are_read(tmp_path: Path) -> None:
 def test_an_export_loads_with_every_weight_as_it_was_rounded(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(texts(), 290)
     config = small_config(vocab_size=290)
-    model = DeepseekV4(parse_config(config), with_mtp=True, dtype=torch.float32)
+    model = DeepseekV4(parse_config(config), draft_head=DraftHeadKind.MTP, dtype=torch.float32)
     model.load_state_dict({n: v.float() if v.is_floating_point() else v for n, v in random_model(config).state_dict().items()})
     export_checkpoint(model, config, tokenizer, tmp_path, "# A card\n")
     loaded = load_model(tmp_path, progress=False)
