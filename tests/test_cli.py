@@ -356,7 +356,12 @@ def test_T34_streamed_chunks_are_the_text(run: Callable[..., Ran], tiny: Path, m
     _, texts = expected(tiny, ["One, two"], max_new_tokens=24)
     written: list[str] = []
     original = sys.stdout.write
-    monkeypatch.setattr(sys.stdout, "write", lambda text: written.append(text) or original(text))
+
+    def write(text: str) -> int:
+        written.append(text)
+        return original(text)
+
+    monkeypatch.setattr(sys.stdout, "write", write)
     ran = run("generate", tiny, "--prompt", "One, two", "--max-new-tokens", 24, "--stream")
     assert ran.out == texts[0] + "\n"
     assert len([text for text in written if text.strip()]) > 5

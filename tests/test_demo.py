@@ -1,7 +1,6 @@
 """The demo decodes one prompt three ways, shows what each took and says whether the texts are equal."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 
 from compressed_spec import demo
 from compressed_spec.decode import Request
+from compressed_spec.generate import make_requests as requests_with_one_seed
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
 from compressed_spec.text import load_tokenizer
 
@@ -19,7 +19,13 @@ EQUAL = "All three texts are the same, token for token."
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     return make_tiny_checkpoint(
-        folder, compress_ratios=(0, 4), hidden_size=64, head_dim=32, moe_intermediate_size=32, n_routed_experts=2
+        folder,
+        compress_ratios=(0, 4),
+        hidden_size=64,
+        head_dim=32,
+        moe_intermediate_size=32,
+        n_routed_experts=2,
+        eos_token_id=None,
     )
 
 
@@ -72,11 +78,10 @@ def test_texts_that_differ_are_no_success(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three seeds instead of one."""
-    original: Callable[..., list[Request]] = demo.make_requests
     seeds = iter(range(100))
 
     def make_requests(*arguments: Any, **options: Any) -> list[Request]:
-        return original(*arguments, **options | {"seed": next(seeds)})
+        return requests_with_one_seed(*arguments, **options | {"seed": next(seeds)})
 
     monkeypatch.setattr(demo, "make_requests", make_requests)
     with pytest.raises(SystemExit) as stop:

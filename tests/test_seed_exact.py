@@ -210,11 +210,7 @@ PROCESSORS: dict[str, tuple[Process, dict[str, Any]]] = {
     "custom": (alternate, {"logits_processor": custom}),
     "transformers": (
         no_repeats,
-        {
-            "logits_processor": LogitsProcessorList(
-                [NoRepeatNGramLogitsProcessor(1), TemperatureLogitsWarper(0.8)]  # type: ignore[no-untyped-call]
-            )
-        },
+        {"logits_processor": LogitsProcessorList([NoRepeatNGramLogitsProcessor(1), TemperatureLogitsWarper(0.8)])},
     ),
     "all": (
         all_of_them,
@@ -231,7 +227,7 @@ PROCESSORS: dict[str, tuple[Process, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("law", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_T32_processors_see_each_paths_own_history(reference: Reference, name: str, law: dict[str, float]) -> None:
+def test_T32_processors_see_each_paths_own_history(reference: Reference, name: str, law: dict[str, Any]) -> None:
     process, options = PROCESSORS[name]
     prompts, seeds = [random_text(n, seed=n) for n in (5, 12)], [3, 4]
     stops = options.get("stop_token_ids", [])
@@ -249,7 +245,7 @@ def test_T32_processors_see_each_paths_own_history(reference: Reference, name: s
             drafter=make(drafter),
             seed=seeds,
             max_new_tokens=COUNT,
-            **({"stop_token_ids": []} | law | options),  # type: ignore[arg-type]
+            **({"stop_token_ids": []} | law | options),
         )
         assert [out.token_ids for out in outs] == expected, (tree, drafter)
 

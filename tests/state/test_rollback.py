@@ -94,3 +94,16 @@ def test_T04_overlap_half_after_accepting_to_a_window_end(text: list[int], end: 
         cache.pools["compressed_kv.csa4"][:, : (end + 8) // 4], live_state(expected)["compressed_kv.csa4"], "kv"
     )
     assert_same_state(live_state(cache), live_state(expected), f"window end {end} {off_by:+d}")
+
+
+def test_T04_the_first_entry_pools_nothing_before_the_text(text: list[int]) -> None:
+    """Written out: of two windows only the newer exists, with its own half of the channels, and RoPE turns by 0."""
+    model = random_model((4,))
+    cache = prefilled(model, [text[:4]])
+    kv, gate = live_state(cache)["buffer.csa4"][0].chunk(2, dim=-1)
+    half = kv.shape[-1] // 2
+    weights = gate[:, half:].exp()
+    pooled = (weights * kv[:, half:]).sum(0) / weights.sum(0)
+    weight = model.state_dict()["layers.0.attn.compressor.norm.weight"]
+    expected = pooled / (pooled.square().mean() + 1e-6).sqrt() * weight
+    assert_near(cache.pools["compressed_kv.csa4"][0, 0], expected, "entry 0")
