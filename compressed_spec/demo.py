@@ -88,10 +88,10 @@ def show(args: argparse.Namespace, scratch: Path, console: Console) -> None:
         runs.append(Run(label=label, tree=tree, chunks=chunks, stats=decoder.stats[0].build(decoder.clock.times())))
     console.print(Text("Prompt", style="bold"))
     console.print(escape(args.prompt) + "\n")
-    console.print(
-        Text.assemble(("Text", "bold"), " (", ("drafted and accepted", DRAFTED), ", the rest is the model's own)")
-    )
-    console.print(_marked(runs[-1].chunks, tokenizer))
+    colours = console.color_system is not None
+    mark = ("drafted and accepted", DRAFTED) if colours else "[drafted and accepted]"
+    console.print(Text.assemble(("Text", "bold"), " (", mark, ", the rest is the model's own)"))
+    console.print(_marked(runs[-1].chunks, tokenizer, colours=colours))
     console.print()
     console.print(_table(runs))
     same = all(run.token_ids == runs[0].token_ids for run in runs)
@@ -107,12 +107,17 @@ def _warm_up(model: DeepseekV4, ids: list[int], tree: str) -> None:
         decoder.step()
 
 
-def _marked(chunks: list[TextChunk], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The text with its drafted tokens marked; of a character made of several tokens, the last one counts."""
+def _marked(chunks: list[TextChunk], tokenizer: PreTrainedTokenizerBase, *, colours: bool) -> Text:
+    """The text with its drafted tokens marked, by brackets where there are no colours.
+
+    Of a character made of several tokens, the last one counts.
+    """
     stream, text = TextStream(tokenizer), Text()
     for chunk in chunks:
-        for index, token in enumerate(chunk.token_ids):
-            text.append(stream.push(token), style=DRAFTED if index < chunk.num_accepted else "")
+        drafted = "".join(stream.push(token) for token in chunk.token_ids[: chunk.num_accepted])
+        if drafted:
+            text.append(drafted if colours else f"[{drafted}]", style=DRAFTED)
+        text.append(stream.push(chunk.token_ids[chunk.num_accepted :]))
     text.append(stream.flush())
     return text
 

@@ -22,15 +22,18 @@ def index_scores(
     """`sum_h w_h relu(q_h . k_j)` as `[T, N]`, column = entry index; -inf where a node does not see the entry.
 
     `spans` has one (first node, end node, base row, count) a sequence: its nodes see the contiguous committed rows
-    base .. base + count, then their own `extra_rows_TX` (-1 = nothing), which continue the count.
+    base .. base + count, then their own `extra_rows_TX` (-1 = nothing), which continue the count. Keys may be narrower
+    than queries and weights, whose dtype the sums are taken in.
     """
     scores_TN = q_THI.new_full((q_THI.shape[0], num_entries), float("-inf"))
     for first, end, base, count in spans:
-        committed = torch.relu(torch.matmul(q_THI[first:end], keys_RI[base : base + count].T))
+        keys_NI = keys_RI[base : base + count].to(q_THI.dtype)
+        committed = torch.relu(torch.matmul(q_THI[first:end], keys_NI.T))
         scores_TN[first:end, :count] = torch.einsum("thn,th->tn", committed, weights_TH[first:end])
         num_extra = min(extra_rows_TX.shape[1], num_entries - count)
         rows = extra_rows_TX[first:end, :num_extra]
-        own = torch.relu(torch.einsum("thi,txi->thx", q_THI[first:end], gather_rows(keys_RI, rows)))
+        own_keys_TXI = gather_rows(keys_RI, rows).to(q_THI.dtype)
+        own = torch.relu(torch.einsum("thi,txi->thx", q_THI[first:end], own_keys_TXI))
         own = torch.einsum("thx,th->tx", own, weights_TH[first:end])
         scores_TN[first:end, count : count + num_extra] = own.masked_fill(rows < 0, float("-inf"))
     return scores_TN

@@ -189,16 +189,13 @@ def test_a_faulty_tokenizer(
     assert len(generate(load_model(copy, progress=False), [[5, 6]], max_new_tokens=3)[0].token_ids) == 3
 
 
-def test_a_dspark_checkpoint_runs_without_its_drafter_and_says_so(run: Callable[..., Ran], tmp_path: Path) -> None:
+def test_a_dspark_checkpoint_drafts_with_its_own_head(run: Callable[..., Ran], tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, draft_head="dspark", **SMALL)
-    ran = run("generate", folder, "--prompt", "a b a b", "--max-new-tokens", 4, "--json")
-    assert ran.code == 0
-    assert len(json.loads(ran.out)["token_ids"]) == 4
-    assert "warning: the checkpoint's DSpark draft head is not supported yet" in ran.err
-    refused = run("generate", folder, "--prompt", "a", "--drafter", "mtp")
-    assert refused.code == 2
-    assert "has no MTP head: use drafter='ngram'" in refused.err
-    assert "Traceback" not in refused.err
+    arguments = ["generate", folder, "--prompt", "a b a b", "--max-new-tokens", 8, "--json"]
+    plain, tree = (run(*arguments, "--tree", tree) for tree in ("off", "s3_k2_d6"))
+    assert json.loads(plain.out)["token_ids"] == json.loads(tree.out)["token_ids"]
+    assert json.loads(tree.out)["stats"]["num_draft_tokens"] > 0
+    assert_refused(run(*arguments, "--drafter", "mtp"), "no MTP head: use drafter='dspark', or 'auto'")
 
 
 # Faulty arguments
@@ -212,7 +209,7 @@ REFUSALS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--tree", "s3_k0_d4"], ("'s3_k0_d4'", "raise s and k to 1 or more")),
     (["--tree", "s1_k2_d9"], ("'s1_k2_d9' asks for 9 nodes", "between 2 and 3", "change d")),
     (["--tree", "s3_k2_d1"], ("'s3_k2_d1' asks for 1 nodes", "change d")),
-    (["--drafter", "eagle"], ("Unknown drafter 'eagle'", "use 'auto', 'mtp', 'ngram'")),
+    (["--drafter", "eagle"], ("Unknown drafter 'eagle'", "use 'auto', 'mtp', 'dspark', 'ngram'")),
     (["--verifier", "typical"], ("Unknown verifier 'typical'", "'coupled', 'target'")),
     (["--verifier", "leviathan", "--temperature", "1"], ("'leviathan' takes chains only", "use 'traversal', or k1")),
     (["--verifier", "block", "--drafter", "ngram", "--tree", "s3_k1_d4"], ("'block'", "use 'coupled' or 'target'")),
@@ -283,7 +280,9 @@ def test_T36_inspect_refuses_a_cache_of_nothing(run: Callable[..., Ran], tiny: P
 
 def test_T36_a_head_that_is_not_there(run: Callable[..., Ran], tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path, draft_head="none", **SMALL)
-    assert_refused(run("generate", folder, "--prompt", "a", "--drafter", "mtp"), "has no MTP head: use drafter='ngram'")
+    for drafter, head in (("mtp", "MTP"), ("dspark", "DSpark")):
+        refused = run("generate", folder, "--prompt", "a", "--drafter", drafter)
+        assert_refused(refused, f"has no {head} head: use drafter='ngram', or 'auto'")
 
 
 def test_T36_a_prompt_that_is_not_text(

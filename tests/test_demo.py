@@ -117,18 +117,20 @@ def test_faults_end_it_with_2(
 
 
 def test_drafted_tokens_are_marked(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marked text is the decoded text, and as many of its tokens are marked as were accepted."""
+    """The text is the decoded text; its drafted parts are coloured, or in brackets where there are no colours."""
     marked: list[Any] = []
     original = demo._marked
 
-    def record(chunks: Any, tokenizer: Any) -> Any:
-        marked.append((chunks, original(chunks, tokenizer)))
-        return marked[-1][1]
+    def record(chunks: Any, tokenizer: Any, *, colours: bool) -> Any:
+        marked.append((chunks, *(original(chunks, tokenizer, colours=coloured) for coloured in (True, False))))
+        return original(chunks, tokenizer, colours=colours)
 
     monkeypatch.setattr(demo, "_marked", record)
     demo.main([str(tiny), "--max-new-tokens", "24"])
-    chunks, text = marked[0]
+    chunks, coloured, bracketed = marked[0]
     tokens = [token for chunk in chunks for token in chunk.token_ids]
-    assert text.plain == load_tokenizer(tiny).decode(tokens, skip_special_tokens=True)
-    assert sum(chunk.num_accepted for chunk in chunks) > 0
-    assert any(span.style == demo.DRAFTED for span in text.spans)
+    assert coloured.plain == load_tokenizer(tiny).decode(tokens, skip_special_tokens=True)
+    parts = [coloured.plain[span.start : span.end] for span in coloured.spans if span.style == demo.DRAFTED]
+    assert 0 < len(parts) <= sum(chunk.num_accepted > 0 for chunk in chunks)
+    assert all(f"[{part}]" in bracketed.plain for part in parts)
+    assert len(bracketed.plain) == len(coloured.plain) + 2 * len(parts)

@@ -57,6 +57,24 @@ def test_prompts_may_be_any_sequence_of_integers(reference: Reference) -> None:
         assert generate(reference.model, [prompt], max_new_tokens=4)[0].token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.005), (torch.float32, 1e-5)]
+)
+def test_every_dtype_decodes(dtype: torch.dtype, tolerance: float) -> None:
+    """With more entries than the indexer keeps. The same weights in float64 give nearly the same logits."""
+    prompt = random_text(40)
+    model, wide = random_model((0, 4, 8), dtype=dtype), random_model((0, 4, 8))
+    wide.load_state_dict(model.state_dict())
+    out = generate(model, [prompt], tree="s3_k2_d6", max_new_tokens=12, stop_token_ids=[], logprobs="raw")[0]
+    assert len(out.token_ids) == 12
+    assert out.logprobs is not None
+    assert max(out.logprobs) < 0
+    narrow_V, wide_V = (
+        one.prefill(one.new_cache(max_length=64), [prompt + out.token_ids])[0].double() for one in (model, wide)
+    )
+    assert float((narrow_V - wide_V).abs().max()) < tolerance * float(wide_V.abs().max())
+
+
 # Stops
 
 

@@ -119,9 +119,8 @@ def test_skipped_layers_leave_the_streams_alone() -> None:
 def test_chained_draft_steps_are_those_of_decoding() -> None:
     """Chains of three steps against the model's own draft head, which works through a cache, one node at a time."""
     from compressed_spec.cache import Cache, Scratch
-    from compressed_spec.rows import Nodes, make_plan, window_rows
+    from compressed_spec.rows import Nodes, window_rows
     from compressed_spec.target import DraftStep
-    from compressed_spec.tree import TokenTree
 
     model = random_model(small_config())
     tokens_BL = torch.randint(0, 300, (1, LENGTH + 3))
@@ -153,7 +152,6 @@ def test_chained_draft_steps_are_those_of_decoding() -> None:
                 )
                 stream = model.draft_step(draft, Scratch(cache))
                 torch.testing.assert_close(steps[step][start : start + 1], stream, rtol=1e-9, atol=1e-9)
-    assert make_plan is not None and TokenTree is not None
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 20])
@@ -232,7 +230,6 @@ def test_selection_biases_move_towards_idle_experts(tmp_path: Path) -> None:
     trainer.train_step()
     bias = dict(trainer.model.named_parameters())["layers.1.ffn.gate.bias"]
     assert bias.abs().max() > 0
-    assert torch.equal(trainer.model.layers[0].ffn.gate.get_buffer("tid2eid").shape, torch.Size([300, 2]))  # type: ignore
 
 
 # ---------------------------------------------------------------- corpus
@@ -288,7 +285,7 @@ def test_an_export_loads_with_every_weight_as_it_was_rounded(tmp_path: Path) -> 
     tokenizer = train_tokenizer(texts(), 290)
     config = small_config(vocab_size=290)
     model = DeepseekV4(parse_config(config), draft_head=DraftHeadKind.MTP, dtype=torch.float32)
-    model.load_state_dict({n: v.float() if v.is_floating_point() else v for n, v in random_model(config).state_dict().items()})
+    model.load_state_dict(random_model(config).state_dict())
     export_checkpoint(model, config, tokenizer, tmp_path, "# A card\n")
     loaded = load_model(tmp_path, progress=False)
     for name, value in model.state_dict().items():
@@ -305,7 +302,14 @@ def test_an_export_loads_with_every_weight_as_it_was_rounded(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("So 3.\n#### 3", True), ("#### 1,200", True), ("#### -2.5", True), ("It is 3", False), ("#### 3 apples", False), ("#### 3\nmore", False)],
+    [
+        ("So 3.\n#### 3", True),
+        ("#### 1,200", True),
+        ("#### -2.5", True),
+        ("It is 3", False),
+        ("#### 3 apples", False),
+        ("#### 3\nmore", False),
+    ],
 )
 def test_well_formed_answers(text: str, expected: bool) -> None:
     assert is_well_formed(text) is expected

@@ -38,7 +38,7 @@ class GenerateCommand:
     tree: str = "s3_k2_d6"
     """"off", or sN_kK_dD: draft steps, children a node, nodes verified."""
     drafter: str = "auto"
-    """"auto", "mtp" or "ngram"."""
+    """"auto" (the checkpoint's own head, else n-gram), "mtp", "dspark" or "ngram"."""
     verifier: str = "auto"
     """How drafts are accepted above temperature 0: "auto", "coupled", "target", or, for drafts drawn from the head's
     law, "leviathan", "block" (chains) and "traversal"."""

@@ -40,8 +40,8 @@ class Sinkhorn(torch.autograd.Function):
 class GroupedExperts(torch.autograd.Function):
     """`kernels.moe.routed_experts` of float32 tokens, gathering both ways instead of scattering.
 
-    Each expert's group is padded to a multiple of GROUP rows of weight 0: a CPU's matrix kernels are made anew for every
-    shape that they have not met.
+    Each expert's group is padded to a multiple of GROUP rows of weight 0: a CPU's matrix kernels are made anew for
+    every shape that they have not met.
     """
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The whole model over packed rows in dense form, from the parameters of a `DeepseekV4`: what it is trained with.
 
-Same function as `DeepseekV4.score`, several times faster with gradients on a CPU, because rows are chains from position 0.
+Same function as `DeepseekV4.score`, several times faster with gradients on a CPU, because rows are chains from
+position 0.
 
 B = rows, L = tokens a row, T = B L, M = residual streams, D = model width, K = experts a token
 """
@@ -284,9 +285,7 @@ class DenseForward:
                     blank = rows[0].new_zeros(rows[0].shape)
                     earlier = [*rows[1:], *[blank] * (len(next_tokens) - 1 - step)]
                     earlier_TSE = torch.stack(earlier, dim=1) if earlier else blank.unsqueeze(1)[:, :0]
-                    output, own = self._chained(
-                        x_TD, attn, cos, sin, rows[0], earlier_TSE, torch.tensor(step), geo
-                    )
+                    output, own = self._chained(x_TD, attn, cos, sin, rows[0], earlier_TSE, torch.tensor(step), geo)
                 rows.append(own)
                 return output
 

@@ -170,8 +170,8 @@ def compressed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An HCA layer's (`index_heads` 0) or CSA layer's output `[T, D]`, and the indexer's loss.
 
-    select: bool, whether the indexer's choice counts, or every visible entry is attended to. The loss is the mean KL of the
-    indexer's law over the attended entries from the attention's mass on them (cut from the graph).
+    select: bool, whether the indexer's choice counts, or every visible entry is attended to. The loss is the mean KL of
+    the indexer's law over the attended entries from the attention's mass on them (cut from the graph).
     """
     q_THE, keys_CWE = queries(h_TD, w, cos, sin, geo), _window_keys(keys(h_TD, w, cos, sin, geo), geo)
     csa = geo.index_heads > 0

@@ -1,4 +1,4 @@
-"""What the demo must reach on problems that it was not trained on: whole answers, no loops, drafts that are accepted."""
+"""What the demo must reach on problems it was not trained on: whole answers, no loops, drafts that are accepted."""
 
 import re
 from collections import Counter

@@ -62,19 +62,17 @@ class Trainer:
         self.optimizer = DemoOptimizer(
             self.model, lr=recipe.lr, adam_lr=recipe.adam_lr, weight_decay=recipe.weight_decay
         )
-        self.step, self.seconds = 0, 0.0
+        self.step, self.consumed, self.seconds = 0, 0, 0.0
         work.mkdir(parents=True, exist_ok=True)
         if (work / STATE_FILE).exists():
             self._restore()
-        self._helpers = Helpers(
-            self.model, documents, recipe, count=processes, step=self.step, compile=compile
-        )
-        place = Place(index=0, count=processes, first_step=self.step, compile=compile)
+        self._helpers = Helpers(self.model, documents, recipe, count=processes, consumed=self.consumed, compile=compile)
+        place = Place(index=0, count=processes, consumed=self.consumed, compile=compile)
         self._replica = Replica(self.model, documents, recipe, place)
 
     @property
     def tokens_seen(self) -> int:
-        return self.step * self.recipe.micro_batches * self.recipe.rows * self.recipe.length
+        return self.consumed * self.recipe.rows * self.recipe.length
 
     @property
     def share(self) -> float:
@@ -88,6 +86,7 @@ class Trainer:
         skip = frozenset(i for i in range(count) if choose.random() < dropout * i / max(count - 1, 1))
         chained = share >= recipe.chain_from and self.step % 2 == 0
         return Stage(
+            micro_batches=recipe.micro_batches if share >= recipe.grow_from else 1,
             select=share >= recipe.select_from,
             quantize=share >= recipe.quantize_from,
             draft_steps=len(recipe.losses.draft) if chained else 1,
@@ -111,6 +110,7 @@ class Trainer:
         self.optimizer.step(self.step, factor)
         balance(dict(self.model.named_parameters()), loads, self.recipe.balance_rate * factor)
         self.step += 1
+        self.consumed += stage.micro_batches
         self.seconds += time.monotonic() - started
         return totals
 
@@ -142,6 +142,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state,
             "step": self.step,
+            "consumed": self.consumed,
             "seconds": self.seconds,
         }
         torch.save(state, self.work / f"{STATE_FILE}.part")
@@ -154,7 +155,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         for name, value in state["optimizer"].items():
             self.optimizer.state[name].copy_(value)
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.consumed, self.seconds = state["step"], state["consumed"], state["seconds"]
 
 
 def tokenizer_in(work: Path) -> Path:

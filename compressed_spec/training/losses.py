@@ -16,12 +16,14 @@ from compressed_spec.training.dense import DenseForward, Passed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What a stretch of training does. draft_steps: chained steps of the draft head. exit_layer: None for no early exit.
+    """What one update trains.
 
-    select: whether the indexers' choice counts. quantize: whether weights are read as they will be stored. skip: layers
-    dropped in this step.
+    micro_batches: whose gradients it adds up. select: whether the indexers' choice counts. quantize: whether weights
+    are read as they will be stored. draft_steps: chained steps of the draft head. exit_layer: None for no early exit.
+    skip: layers dropped.
     """
 
+    micro_batches: int
     select: bool
     quantize: bool
     draft_steps: int

@@ -1,6 +1,7 @@
 """Gradients of one update from several processes of one thread each, which share the parameters.
 
-Process i of n takes micro batches i, i + n, ...; sums are made in that order, so a run does not depend on who is faster.
+Process i of n takes micro batches i, i + n, ... of an update; sums are made in that order, so a run does not depend on
+who is faster.
 """
 
 from collections.abc import Sequence
@@ -29,11 +30,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Process `index` of `count`, from update `first_step` on; compile: whether torch.compile fuses its forward."""
+    """Process `index` of `count`, after `consumed` micro batches; compile: whether torch.compile fuses its forward."""
 
     index: int
     count: int
-    first_step: int
+    consumed: int
     compile: bool
 
 
@@ -41,7 +42,7 @@ class Replica:
     """Forward and backward of one process's micro batches; gradients add up in the parameters."""
 
     def __init__(self, model: DeepseekV4, documents: Sequence[Encoded], recipe: Recipe, place: Place) -> None:
-        self._parameters, self._recipe, self._place = dict(model.named_parameters()), recipe, place
+        self._parameters, self._place = dict(model.named_parameters()), place
         self._forward = DenseForward(model, recipe.length, compile=place.compile)
         self._losses = LossFunction(self._forward, recipe.losses, compile=place.compile)
         self._batches = batches(
@@ -51,7 +52,7 @@ class Replica:
             extra=1 + len(recipe.losses.draft),
             prompt_weight=recipe.prompt_weight,
             seed=recipe.seed,
-            skip=place.first_step * recipe.micro_batches,
+            skip=place.consumed,
         )
 
     def gradients(self, stage: Stage) -> Report:
@@ -59,7 +60,7 @@ class Replica:
         loads: dict[str, list[int]] = {}
         if stage.quantize:
             self._forward.weights.update(straight_through(self._parameters))
-        count = self._recipe.micro_batches
+        count = stage.micro_batches
         for number in range(count):
             batch = next(self._batches)
             if number % self._place.count != self._place.index:
@@ -100,7 +101,14 @@ class Helpers:
     """The other processes of a run (none for `count` 1). The model's parameters move to shared memory."""
 
     def __init__(
-        self, model: DeepseekV4, documents: Sequence[Encoded], recipe: Recipe, *, count: int, step: int, compile: bool
+        self,
+        model: DeepseekV4,
+        documents: Sequence[Encoded],
+        recipe: Recipe,
+        *,
+        count: int,
+        consumed: int,
+        compile: bool,
     ) -> None:
         self._parameters = dict(model.named_parameters())
         self._members: list[tuple[Connection, dict[str, torch.Tensor]]] = []
@@ -110,7 +118,7 @@ class Helpers:
         for index in range(1, count):
             here, there = context.Pipe()
             sums = {name: torch.zeros_like(p).share_memory_() for name, p in self._parameters.items()}
-            place = Place(index=index, count=count, first_step=step, compile=compile)
+            place = Place(index=index, count=count, consumed=consumed, compile=compile)
             args = (model, documents, recipe, place, {n: t.detach() for n, t in sums.items()}, there)
             context.Process(target=_serve, args=args, daemon=True).start()
             self._members.append((here, sums))

@@ -1,7 +1,7 @@
 """The demo's architecture and hyperparameters, and its initial weights."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -78,15 +78,17 @@ def demo_config() -> dict[str, object]:
 class Recipe:
     """Hyperparameters. Shares are of the whole run, 0 to 1, by time or by steps.
 
-    rows, length: one micro batch. micro_batches: gradients added up for one update. warmup, decay: shares with a rising
-    and a falling learning rate. select_from: where the indexers' choice begins to count. chain_from: where draft steps
-    beyond the first begin (in every other step; an early exit is trained in the others). dropout: largest share of steps in which the last layer is dropped (rising linearly with
-    depth), until dropout_until. quantize_from: where the forward begins to read FP4 and FP8 weights.
+    rows, length: one micro batch. micro_batches: gradients added up for one update, from share `grow_from` on; one
+    before. warmup, decay: shares with a rising and a falling learning rate. select_from: where the indexers' choice
+    begins to count. chain_from: where draft steps beyond the first begin (in every other step; an early exit is trained
+    in the others). dropout: largest share of steps in which the last layer is dropped (rising linearly with depth),
+    until dropout_until. quantize_from: where the forward begins to read FP4 and FP8 weights.
     """
 
     rows: int = 4
     length: int = 512
     micro_batches: int = 2
+    grow_from: float = 0.5
     seed: int = 0
     lr: float = 0.006
     adam_lr: float = 0.004
@@ -100,7 +102,7 @@ class Recipe:
     dropout: float = 0.1
     dropout_until: float = 0.7
     quantize_from: float = 0.85
-    losses: LossWeights = LossWeights()
+    losses: LossWeights = field(default_factory=LossWeights)
 
     def factor(self, share: float) -> float:
         """Learning rate at a share of the run, relative to its peak: up, level, down to nothing."""

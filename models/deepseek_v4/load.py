@@ -48,7 +48,7 @@ def _check_device(device: str | torch.device) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"Device {str(device)!r} cannot be used ({reason}): use 'cpu', or one that is here.") from error
+        raise ValueError(f"Device {str(device)!r} cannot be used ({reason}): use 'cpu', or one that is here.") from None
 
 
 def checkpoint_folder(path_or_repo_id: str | Path) -> str | Path:
