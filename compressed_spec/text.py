@@ -19,7 +19,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer.json: put the model's tokenizer there, or decode token ids in Python."
         )
     try:
-        # Not AutoTokenizer: it parses config.json too, and transformers refuses compression ratios other than 4 and 128.
+        # Not AutoTokenizer, which parses config.json too and refuses compression ratios other than 4 and 128.
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # whatever the library raises, the user's remedy is the same
         raise ValueError(f"The tokenizer in {folder} cannot be read ({error}): download it again.") from error

@@ -95,7 +95,7 @@ def test_dense_forward_is_the_models_own_with_gradients() -> None:
     wanted = torch.autograd.grad(expected, list(used.values()), upstream)
     got = torch.autograd.grad(actual, list(used.values()), upstream)
     for name, left, right in zip(used, wanted, got, strict=True):
-        torch.testing.assert_close(right, left, rtol=1e-8, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(right, left, rtol=1e-8, atol=1e-8, msg=name)
 
 
 def test_dense_forward_selects_the_same_entries_as_the_model() -> None:
@@ -246,7 +246,7 @@ def test_rows_begin_with_a_document_and_prompts_weigh_less() -> None:
     assert all(item.ids[0] == bos and item.ids[-1] == eos for item in encoded)
     batch = next(batches(encoded, rows=3, length=100, extra=4, prompt_weight=0.25, seed=1))
     assert batch.tokens.shape == (3, 104)
-    assert (batch.tokens[:, 0] == bos).all()
+    assert bool(torch.as_tensor(batch.tokens[:, 0] == bos).all())
     assert (batch.weights[batch.tokens == bos] == 0).all()
     assert set(batch.weights.unique().tolist()) == {0.0, 0.25, 1.0}
     assert (batch.weights[batch.tokens == eos] == 1).all()

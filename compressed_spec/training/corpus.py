@@ -112,7 +112,9 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
 
 def encode(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
     """Prompt and completion are encoded apart, as they are when the prompt alone is given."""
-    bos, eos = (tokenizer.token_to_id(token) for token in (BOS_TOKEN, EOS_TOKEN))
+    bos, eos = tokenizer.token_to_id(BOS_TOKEN), tokenizer.token_to_id(EOS_TOKEN)
+    assert bos is not None, "the tokenizer was trained with both"
+    assert eos is not None, "the tokenizer was trained with both"
     prompts = tokenizer.encode_batch([d.prompt for d in documents], add_special_tokens=False)
     completions = tokenizer.encode_batch([d.completion for d in documents], add_special_tokens=False)
     return [

@@ -78,7 +78,8 @@ def _window_scores(
     key = torch.arange(2 * geo.window).view(1, 1, 1, -1)
     first = torch.arange(chunks).view(-1, 1, 1, 1) % (geo.length // geo.window) == 0
     hidden = (key > query + geo.window) | (key <= query + skip) | (first & (key < geo.window))
-    return (scores * q_THE.shape[-1] ** -0.5).masked_fill(hidden, float("-inf")).flatten(0, 1)
+    masked: torch.Tensor = (scores * q_THE.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
+    return masked.flatten(0, 1)
 
 
 def _softmax(scores: list[torch.Tensor], sink_H: torch.Tensor) -> list[torch.Tensor]:
@@ -90,7 +91,8 @@ def _softmax(scores: list[torch.Tensor], sink_H: torch.Tensor) -> list[torch.Ten
 
 def _window_output(probs_THW: torch.Tensor, keys_CWE: torch.Tensor, geo: Geometry) -> torch.Tensor:
     p_CQW = probs_THW.flatten(0, 1).unflatten(0, (keys_CWE.shape[0], -1))
-    return torch.bmm(p_CQW, keys_CWE).flatten(0, 1).unflatten(0, (-1, geo.num_heads))
+    output: torch.Tensor = torch.bmm(p_CQW, keys_CWE).flatten(0, 1).unflatten(0, (-1, geo.num_heads))
+    return output
 
 
 def sliding_attention(
@@ -162,7 +164,8 @@ def index_scores(h_TD: torch.Tensor, w: Weights, cos: torch.Tensor, sin: torch.T
     weights_TH = F.linear(h_TD, w["indexer.weights_proj.weight"]) * (q_THI.shape[-1] * geo.index_heads) ** -0.5
     scores = torch.relu(torch.bmm(q_THI.flatten(0, 1).unflatten(0, (len(keys_BNI), -1)), keys_BNI.transpose(1, 2)))
     scores_BLHN = scores.unflatten(1, (geo.length, geo.index_heads))
-    return (scores_BLHN * weights_TH.unflatten(0, (-1, geo.length)).unsqueeze(-1)).sum(2)
+    summed: torch.Tensor = (scores_BLHN * weights_TH.unflatten(0, (-1, geo.length)).unsqueeze(-1)).sum(2)
+    return summed
 
 
 def compressed_attention(

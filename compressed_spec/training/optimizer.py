@@ -22,7 +22,7 @@ def is_muon(name: str, parameter: torch.Tensor) -> bool:
 def orthogonalize(matrices_XRC: torch.Tensor) -> torch.Tensor:
     """Approximately the nearest semi-orthogonal matrices, five Newton-Schulz steps."""
     a, b, c = _NS
-    x = matrices_XRC / (matrices_XRC.flatten(1).norm(dim=1).view(-1, 1, 1) + 1e-7)
+    x: torch.Tensor = matrices_XRC / (matrices_XRC.flatten(1).norm(dim=1).view(-1, 1, 1) + 1e-7)
     for _ in range(5):
         gram = torch.bmm(x, x.transpose(1, 2))
         x = a * x + torch.bmm(torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x)

@@ -27,7 +27,7 @@ def assert_refused(ran: Any, *parts: str, out: str = "") -> str:
     assert ran.err.startswith("compressed-spec: ")
     for part in parts:
         assert part in ran.err, ran.err
-    return ran.err.removeprefix("compressed-spec: ").strip()
+    return str(ran.err).removeprefix("compressed-spec: ").strip()
 
 
 # Faulty checkpoints
