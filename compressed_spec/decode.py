@@ -122,6 +122,7 @@ class Decoder:
         self._num_submitted = 0
         self.clock = StageClock()
         self.stats: dict[int, StatsBuilder] = {}
+        self.num_prompt_tokens: dict[int, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -143,6 +144,7 @@ class Decoder:
         number = self._num_submitted
         self._num_submitted += 1
         self.stats[number] = StatsBuilder()
+        self.num_prompt_tokens[number] = len(request.prompt_ids)
         self._waiting.append((number, request))
         return number
 

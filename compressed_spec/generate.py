@@ -18,6 +18,18 @@ from compressed_spec.verifying import make_verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request, in OpenAI's words; drafted tokens that were not accepted count nowhere."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
     """One prompt's new tokens (a stop token included), why they end ("stop" or "length"), and what it took.
 
@@ -27,6 +39,7 @@ class GenerationResult:
     token_ids: list[int]
     logprobs: list[float] | None
     finish_reason: str
+    usage: Usage
     stats: RequestStats
 
 
@@ -204,6 +217,10 @@ def collect(decoder: Decoder, num_requests: int) -> list[GenerationResult]:
             token_ids=[token for chunk in mine for token in chunk.token_ids],
             logprobs=None if mine[0].logprobs is None else [p for chunk in mine for p in chunk.logprobs or ()],
             finish_reason=mine[-1].finish_reason or "",
+            usage=Usage(
+                prompt_tokens=decoder.num_prompt_tokens[number],
+                completion_tokens=sum(len(chunk.token_ids) for chunk in mine),
+            ),
             stats=decoder.stats[number].build(times),
         )
         for number, mine in enumerate(chunks)

@@ -41,7 +41,9 @@ def test_a_result_a_prompt_in_their_order(reference: Reference, logprobs: str | 
     prompts = [random_text(n, seed=n) for n in (9, 2, 5)]
     outs = generate(reference.model, prompts, max_new_tokens=7, stop_token_ids=[], batch_size=2, logprobs=logprobs)
     assert [out.token_ids for out in outs] == [greedy_text(reference.model, prompt, 7) for prompt in prompts]
-    for out in outs:
+    for prompt, out in zip(prompts, outs, strict=True):
+        assert (out.usage.prompt_tokens, out.usage.completion_tokens) == (len(prompt), 7)
+        assert out.usage.total_tokens == len(prompt) + 7
         assert isinstance(out, GenerationResult)
         assert isinstance(out.token_ids, list)
         assert out.finish_reason == "length"

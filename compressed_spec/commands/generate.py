@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from compressed_spec.chat import render_chat
-from compressed_spec.generate import make_decoder, make_requests
+from compressed_spec.generate import Usage, make_decoder, make_requests
 from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.load import checkpoint_folder, load_model
 from compressed_spec.sampling_params import SamplingParams
@@ -129,7 +129,9 @@ class GenerateCommand:
         for number, output in enumerate(outputs):
             stats = decoder.stats[number].build(times)
             if self.json:
-                print(json.dumps({**output.as_dict(), "stats": asdict(stats)}, ensure_ascii=False))
+                usage = Usage(prompt_tokens=decoder.num_prompt_tokens[number], completion_tokens=len(output.token_ids))
+                record = {**output.as_dict(), "usage": asdict(usage), "stats": asdict(stats)}
+                print(json.dumps(record, ensure_ascii=False))
             elif not self.stream:
                 print(output.text)
         if not self.json:
