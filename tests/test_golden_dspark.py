@@ -90,7 +90,7 @@ def text_of(length: int) -> list[int]:
 
 def propose(
     model: DeepseekV4, cache: Cache, lengths: Sequence[int], rows: Sequence[int], tree: str, threshold: float = 1e-9
-) -> list[TokenTree]:
+) -> Sequence[TokenTree]:
     """Greedy drafts. The threshold cuts nothing here, but has the head asked for its confidence."""
     shape = parse_tree(tree)
     assert shape is not None

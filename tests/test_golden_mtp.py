@@ -54,7 +54,7 @@ def steps(model: DeepseekV4, monkeypatch: pytest.MonkeyPatch) -> list[HeadStep]:
     return seen
 
 
-def propose(model: DeepseekV4, cache: Cache, rows: Sequence[int], roots: Sequence[int], tree: str) -> list[TokenTree]:
+def propose(model: DeepseekV4, cache: Cache, rows: Sequence[int], roots: Sequence[int], tree: str) -> Sequence[TokenTree]:
     shape = parse_tree(tree)
     assert shape is not None
     request = DraftRequest(

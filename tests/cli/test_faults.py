@@ -152,7 +152,7 @@ def test_a_dspark_checkpoint_drafts_with_its_own_head(run: Callable[..., Any], t
 
 
 REFUSALS: list[tuple[list[str], tuple[str, ...]]] = [
-    (["--tree", "wide"], ("Unknown tree 'wide'", "use 'off' or sN_kK_dD")),
+    (["--tree", "wide"], ("Unknown tree 'wide'", "or sN_kK_dD (draft steps")),
     (["--tree", ""], ("Unknown tree ''",)),
     (["--tree", "s3_k1_d5"], ("'s3_k1_d5' is a chain of 3 drafts", "write s3_k1_d4")),
     (["--tree", "s0_k2_d3"], ("'s0_k2_d3'", "raise s and k to 1 or more")),

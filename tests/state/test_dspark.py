@@ -89,7 +89,7 @@ def block_logits(cache: Cache, model: TargetModel, row: int, root: int) -> torch
     return model.draft_block(block, Scratch(cache)).logits_BSV[0]
 
 
-def trees_of(model: TargetModel, request: DraftRequest) -> list[TokenTree]:
+def trees_of(model: TargetModel, request: DraftRequest) -> Sequence[TokenTree]:
     return DSparkDrafter(model).propose(request)
 
 

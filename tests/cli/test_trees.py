@@ -11,7 +11,7 @@ from compressed_spec.cli import main
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
 from compressed_spec.shaping import read_calibration
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "calibrate.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "calibrate.py"
 PROMPTS = ("One, two, one, two, one,", "A window slides")
 
 
