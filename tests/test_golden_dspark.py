@@ -90,7 +90,7 @@ def text_of(length: int) -> list[int]:
 
 def propose(
     model: DeepseekV4, cache: Cache, lengths: Sequence[int], rows: Sequence[int], tree: str, threshold: float = 1e-9
-) -> Sequence[TokenTree]:
+) -> list[TokenTree]:
     """Greedy drafts. The threshold cuts nothing here, but has the head asked for its confidence."""
     shape = parse_tree(tree)
     assert shape is not None
@@ -103,7 +103,7 @@ def propose(
         temperatures=(0.0,) * len(rows),
         noise=None,
     )
-    return DSparkDrafter(model, confidence_threshold=threshold).propose(request)
+    return list(DSparkDrafter(model, confidence_threshold=threshold).propose(request))
 
 
 def chain_of(length: int) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ def steps(model: DeepseekV4, monkeypatch: pytest.MonkeyPatch) -> list[HeadStep]:
     return seen
 
 
-def propose(model: DeepseekV4, cache: Cache, rows: Sequence[int], roots: Sequence[int], tree: str) -> Sequence[TokenTree]:
+def propose(model: DeepseekV4, cache: Cache, rows: Sequence[int], roots: Sequence[int], tree: str) -> list[TokenTree]:
     shape = parse_tree(tree)
     assert shape is not None
     request = DraftRequest(
@@ -66,7 +66,7 @@ def propose(model: DeepseekV4, cache: Cache, rows: Sequence[int], roots: Sequenc
         temperatures=(0.0,) * len(rows),
         noise=None,
     )
-    return MTPDrafter(model).propose(request)
+    return list(MTPDrafter(model).propose(request))
 
 
 def assert_target(logits_V: torch.Tensor, length: int) -> None:

@@ -89,8 +89,8 @@ def block_logits(cache: Cache, model: TargetModel, row: int, root: int) -> torch
     return model.draft_block(block, Scratch(cache)).logits_BSV[0]
 
 
-def trees_of(model: TargetModel, request: DraftRequest) -> Sequence[TokenTree]:
-    return DSparkDrafter(model).propose(request)
+def trees_of(model: TargetModel, request: DraftRequest) -> list[TokenTree]:
+    return list(DSparkDrafter(model).propose(request))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.__name__))
