@@ -66,21 +66,27 @@ class Cache:
     """Pools for `batch_size` sequences of at most `max_length` tokens; a row of length 0 is free.
 
     Memory that nobody has written is NaN, so that a wrong row id shows. Nothing but `commit`, `fork` and `restore`
-    writes persistent rows.
+    writes persistent rows. Raises ValueError if the pools do not fit into the device's memory.
     """
 
     def __init__(self, spec: StateSpec, shape: CacheShape, device: torch.device) -> None:
         self.spec, self.shape, self.device = spec, shape, device
         self._specs = {pool.name: pool for pool in pool_specs(spec, shape.max_length)}
-        self.pools = {
-            pool.name: torch.full(
-                (pool.num_layers, self.num_persistent(pool.name) + shape.num_scratch(pool), pool.dim),
-                float("nan"),
-                dtype=pool.dtype,
-                device=device,
-            )
-            for pool in self._specs.values()
-        }
+        try:
+            self.pools = {
+                pool.name: torch.full(
+                    (pool.num_layers, self.num_persistent(pool.name) + shape.num_scratch(pool), pool.dim),
+                    float("nan"),
+                    dtype=pool.dtype,
+                    device=device,
+                )
+                for pool in self._specs.values()
+            }
+        except RuntimeError as error:  # torch's word for memory that is not there, on any device
+            raise ValueError(
+                f"A cache of {shape.nbytes(spec)} bytes does not fit into the memory of {str(device)!r}: lower "
+                "batch_size, max_length or max_nodes."
+            ) from error
         self._lengths = [0] * shape.batch_size
         self._damaged: set[int] = set()
         self._ticket = object()
@@ -102,7 +108,10 @@ class Cache:
     def check_rows(self, rows: Sequence[int], *, whole: bool = True) -> None:
         """Raise ValueError unless `rows` are different rows of this cache, and undamaged if `whole`."""
         if len(set(rows)) != len(rows) or not all(0 <= row < self.shape.batch_size for row in rows):
-            raise ValueError(f"Rows {list(rows)} must be different and lie in 0 .. {self.shape.batch_size - 1}.")
+            raise ValueError(
+                f"Rows {list(rows)} must be different and lie in 0 .. {self.shape.batch_size - 1}: name others, or "
+                "make a cache with a larger batch_size."
+            )
         damaged = sorted(self._damaged & set(rows)) if whole else []
         if damaged:
             raise ValueError(

@@ -82,6 +82,7 @@ def generate(
 
     Raises ValueError for an option, prompt or combination that cannot be decoded exactly.
     """
+    prompts = _prompts(prompts_ids)
     params = SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -96,14 +97,14 @@ def generate(
     )
     requests = make_requests(
         model,
-        prompts_ids,
+        prompts,
         params,
         max_new_tokens=max_new_tokens,
         seed=seed,
         stop_token_ids=stop_token_ids,
         stop_checks=None
         if stopping_criteria is None
-        else [criteria_check(stopping_criteria, prompt, model.device) for prompt in prompts_ids],
+        else [criteria_check(stopping_criteria, prompt, model.device) for prompt in prompts],
         logprobs=logprobs,
     )
     if not requests:
@@ -129,7 +130,7 @@ def make_requests(
 
     Raises ValueError for prompts that are no token ids, stop ids out of range, or seeds that are not one a prompt.
     """
-    prompts = [_token_ids(f"Prompt {i}", prompt) for i, prompt in enumerate(prompts_ids)]
+    prompts = _prompts(prompts_ids)
     stops = frozenset(model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids))
     model.check_tokens(sorted(stops))
     try:
@@ -152,6 +153,10 @@ def make_requests(
         )
         for i, (prompt, own_seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
+
+
+def _prompts(prompts_ids: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    return [_token_ids(f"Prompt {i}", prompt) for i, prompt in enumerate(prompts_ids)]
 
 
 def _token_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:

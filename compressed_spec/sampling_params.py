@@ -43,12 +43,12 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, self.temperature >= 0, "a finite number of at least 0")
-        _check_number("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]")
-        _check_number("min_p", self.min_p, 0 <= self.min_p <= 1, "a number in [0, 1]")
-        _check_number("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "a number above 0")
-        _check_number("presence_penalty", self.presence_penalty, True, "a finite number")
-        _check_number("frequency_penalty", self.frequency_penalty, True, "a finite number")
+        _check_number("temperature", self.temperature, lambda t: t >= 0, "a finite number of at least 0")
+        _check_number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number in (0, 1]")
+        _check_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "a number in [0, 1]")
+        _check_number("repetition_penalty", self.repetition_penalty, lambda r: r > 0, "a number above 0")
+        _check_number("presence_penalty", self.presence_penalty, math.isfinite, "a finite number")
+        _check_number("frequency_penalty", self.frequency_penalty, math.isfinite, "a finite number")
         _check_int("top_k", self.top_k, minimum=0)
         _check_int("min_new_tokens", self.min_new_tokens, minimum=0)
         _check_int("seed", self.seed, minimum=None)
@@ -56,8 +56,8 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
             for token_id, bias in self.logit_bias.items():
                 _check_int("a token id in logit_bias", token_id, minimum=0)
-                if math.isnan(bias) or bias == math.inf:
-                    raise ValueError(f"logit_bias of token {token_id} must be a number below infinity, got {bias}.")
+                if not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
+                    raise ValueError(f"logit_bias of token {token_id} must be a number below infinity, got {bias!r}.")
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
             if not self.allowed_token_ids:
@@ -85,9 +85,10 @@ class SamplingParams:
         )
 
 
-def _check_number(name: str, value: float, in_range: bool, wanted: str) -> None:
-    if isinstance(value, bool) or not math.isfinite(value) or not in_range:
-        raise ValueError(f"{name} must be {wanted}, got {value}.")
+def _check_number(name: str, value: float, in_range: Callable[[float], bool], wanted: str) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not in_range(value):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
 
 
 def _check_int(name: str, value: int, minimum: int | None) -> None:

@@ -3,7 +3,7 @@
 L = tokens of a text, prompt included
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,16 +47,3 @@ def _is_done(answer: bool | torch.Tensor) -> bool:
             f"Stopping criteria must answer with one truth value for one text, got shape {tuple(answer.shape)}."
         )
     return bool(answer)
-
-
-def all_checks(checks: Iterable[StopCheck | None]) -> StopCheck | None:
-    """One check out of several: each is told every round, and the earliest end counts. None if there are none."""
-    present = [check for check in checks if check is not None]
-    if not present:
-        return None
-
-    def check(token_ids: Sequence[int]) -> int | None:
-        counts = [count for one in present if (count := one(token_ids)) is not None]
-        return min(counts, default=None)
-
-    return check

@@ -1,5 +1,6 @@
 """Trees of candidate tokens, and the shapes that users name (`sN_kK_dD`)."""
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ class TokenTree:
     parents: Sequence[int]
 
     def __post_init__(self) -> None:
-        tokens, parents = tuple(map(int, self.tokens)), tuple(map(int, self.parents))
+        try:
+            tokens, parents = tuple(map(operator.index, self.tokens)), tuple(map(operator.index, self.parents))
+        except TypeError as error:
+            raise ValueError(f"Tree tokens and parents must be lists of ints ({error}).") from None
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "parents", parents)
         if not tokens or len(tokens) != len(parents):

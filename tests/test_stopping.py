@@ -16,7 +16,7 @@ from compressed_spec.generate import make_decoder, make_requests, stream
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
 from compressed_spec.sampling_params import SamplingParams
-from compressed_spec.stopping import all_checks, criteria_check
+from compressed_spec.stopping import criteria_check
 from compressed_spec.testing import OracleDrafter, greedy_text, random_model
 from compressed_spec.text import TextDecoder, load_tokenizer
 
@@ -116,7 +116,8 @@ def test_T29_a_stop_at_every_index_of_an_accepted_path(
             continue
         check = criteria_check(last_token_is(text[at]), PROMPT) if kind != "stop_token" else None
         if kind == "both":
-            check = all_checks([criteria_check(last_token_is(text[at + 1]), PROMPT), check])
+            either = StoppingCriteriaList([last_token_is(text[at + 1]), last_token_is(text[at])])
+            check = criteria_check(either, PROMPT)
         with monkeypatch.context() as patch:
             run = Run(
                 model,
@@ -212,26 +213,6 @@ def test_T29_transformers_criteria_by_row(model: DeepseekV4, text: list[int]) ->
         ends = [i + 1 for i, t in enumerate(tokens) if t in (text[3], plain[1][6])] + [14 - len(prompt)]
         assert out.token_ids == tokens[: min(ends)]
         assert out.finish_reason == "stop"
-
-
-def test_all_checks_tells_everyone_and_takes_the_earliest() -> None:
-    told: list[tuple[int, list[int]]] = []
-
-    def check(name: int, answer: int | None) -> StopCheck:
-        def told_by(tokens: Sequence[int]) -> int | None:
-            told.append((name, list(tokens)))
-            return answer
-
-        return told_by
-
-    both = all_checks([check(0, 3), None, check(1, 2), check(2, None)])
-    assert both is not None
-    assert both([7, 8, 9]) == 2
-    assert told == [(0, [7, 8, 9]), (1, [7, 8, 9]), (2, [7, 8, 9])]
-    nobody = all_checks([check(0, None)])
-    assert nobody is not None
-    assert nobody([1]) is None
-    assert all_checks([None]) is None
 
 
 def test_T36_criteria_that_cannot_be_used(model: DeepseekV4) -> None:

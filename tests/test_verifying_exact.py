@@ -209,6 +209,15 @@ def test_T25_traversal_is_exact_on_trees_of_four_drafts(parents: Parents, replac
         assert bias(laws, emitted, depth) < TOLERANCE
 
 
+@pytest.mark.parametrize("replacement", [True, False], ids=["iid", "without-replacement"])
+@pytest.mark.parametrize(("vocab_size", "parents"), [(4, s) for s in shapes(3)] + [(5, s) for s in shapes(2)], ids=str)
+def test_T25_traversal_is_exact_for_larger_vocabularies(vocab_size: int, parents: Parents, replacement: bool) -> None:
+    depth = depth_of(parents)
+    for laws in cases(vocab_size, depth, repeats=1):
+        emitted = sampled_law(laws, parents, make_verifier("traversal").verify, replacement)
+        assert bias(laws, emitted, depth) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["target", "coupled"])
 @pytest.mark.parametrize("parents", [s for n in (1, 2, 3, 4) for s in shapes(n)], ids=str)
 def test_T25_deterministic_trees_are_exact_and_as_long_as_can_be(name: str, parents: Parents) -> None:
@@ -320,6 +329,23 @@ def test_control_draft_law_not_renormalised_is_biased(monkeypatch: pytest.Monkey
     assert worst_bias((-1, 0, 0), TraversalVerifier().verify, replacement=False) < TOLERANCE
     monkeypatch.setattr(TraversalVerifier, "_reject_first_child", staticmethod(wrong))
     assert worst_bias((-1, 0, 0), TraversalVerifier().verify, replacement=False) > 1e-2
+
+
+def test_control_residual_not_renormalised_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rejection the next sibling is judged by (w p - q)+ as it is, though it no longer sums to 1."""
+    correct = TraversalVerifier._reject_first_child
+
+    def wrong(parent: _Node, token: int, replacement: bool) -> None:
+        rest_V = (parent.weight * parent.p_V - parent.q_V).clamp(min=0)
+        correct(parent, token, replacement)
+        if float(rest_V.sum()) > 0:
+            parent.p_V = rest_V
+
+    for replacement in (True, False):
+        assert worst_bias((-1, 0, 0), TraversalVerifier().verify, replacement) < TOLERANCE
+        with monkeypatch.context() as patch:
+            patch.setattr(TraversalVerifier, "_reject_first_child", staticmethod(wrong))
+            assert worst_bias((-1, 0, 0), TraversalVerifier().verify, replacement) > 1e-2
 
 
 def test_control_residual_not_taken_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:

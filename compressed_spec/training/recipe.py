@@ -88,7 +88,7 @@ class Recipe:
     rows: int = 4
     length: int = 512
     micro_batches: int = 2
-    grow_from: float = 0.5
+    grow_from: float = 0.8
     seed: int = 0
     lr: float = 0.006
     adam_lr: float = 0.004

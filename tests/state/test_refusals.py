@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from compressed_spec import TokenTree, generate, load_model
 from compressed_spec.decode import Decoder, Request
@@ -64,6 +67,30 @@ def test_T36_prefill(
     assert [raw_bytes(cache, row) for row in range(2)] == before
 
 
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [
+        ([], [], "at least a root, got 0 tokens"),
+        ([1, 2], [-1], "one parent a token"),
+        ([1], [0], "must be -1 for the root"),
+        ([1, 2], [-1, -1], "an earlier node for every other, got [-1, -1]"),
+        ([1, 2, 3], [-1, 2, 0], "an earlier node for every other"),
+        ([1, 2], [-1, 1], "an earlier node for every other"),
+        ([1, 2.5], [-1, 0], "must be lists of ints"),
+        (["1"], [-1], "must be lists of ints"),
+        (None, [-1], "must be lists of ints"),
+    ],
+)
+def test_T36_trees(tokens: Any, parents: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TokenTree(tokens=tokens, parents=parents)
+
+
+def test_tokens_of_a_tree_may_be_any_integers() -> None:
+    tree = TokenTree(tokens=torch.tensor([4, 5]), parents=np.array([-1, 0]))  # type: ignore[arg-type]
+    assert tree == TokenTree(tokens=[4, 5], parents=[-1, 0])
+
+
 def test_T36_cache_sizes(mixed: Reference) -> None:
     with pytest.raises(ValueError, match="beyond the model's 4096 positions"):
         mixed.model.new_cache(max_length=4097)
@@ -114,6 +141,17 @@ def test_T36_generate(mixed: Reference, options: dict[str, object], message: str
 def test_T36_a_head_that_is_not_there(kind: DraftHeadKind, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(random_model((0, 4), draft_head=kind), [[5]], drafter=name)
+
+
+def test_T36_a_cache_larger_than_the_memory(mixed: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*size: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "full", full)
+    with pytest.raises(
+        ValueError, match=r"A cache of \d+ bytes does not fit into the memory of 'cpu': lower batch_size"
+    ):
+        mixed.model.new_cache()
 
 
 def test_T36_numerics_and_dtypes_that_do_not_exist() -> None:
