@@ -3,12 +3,12 @@
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from compressed_spec.accepting import Logprobs
 from compressed_spec.decode import Chunk, Decoder, Request, StopCheck, check_request
 from compressed_spec.drafting import Drafter, make_drafter
 from compressed_spec.drafting.fit import takes_chains_only
+from compressed_spec.hf_processors import bind_processor, check_processors
 from compressed_spec.noise import request_seed
 from compressed_spec.sampling_params import LogitsProcessor, SamplingParams
 from compressed_spec.shaping import AutoShaper, AutoTree, Shaper, parse_shape, profile_costs
@@ -128,7 +128,8 @@ def make_requests(
 ) -> list[Request]:
     """One request a prompt, with the same options and each its own seed (see `generate`).
 
-    Raises ValueError for prompts that are no token ids, stop ids out of range, or seeds that are not one a prompt.
+    Raises ValueError for prompts that are no token ids, stop ids out of range, seeds that are not one a prompt, or a
+    processor of transformers that keeps state.
     """
     prompts = _prompts(prompts_ids)
     stops = frozenset(model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids))
@@ -139,13 +140,15 @@ def make_requests(
         raise ValueError(f"Unknown logprobs {logprobs!r}: use 'raw', 'filtered' or None.") from None
     if not isinstance(seed, int | Sequence):
         raise ValueError(f"seed must be an int, or a list of one int a prompt, got {seed!r}.")
+    processor = params.logits_processor
+    check_processors(processor if isinstance(processor, list) else [processor])
     seeds = [request_seed(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(prompts):
         raise ValueError(f"Give one seed a prompt, or an int: got {len(seeds)} seeds for {len(prompts)} prompts.")
     return [
         Request(
             prompt_ids=prompt,
-            params=replace(params, seed=own_seed, logits_processor=bind_processor(params.logits_processor, prompt)),
+            params=replace(params, seed=own_seed, logits_processor=bind_processor(processor, prompt)),
             max_new_tokens=max_new_tokens,
             stop_token_ids=stops,
             stop_check=None if stop_checks is None else stop_checks[i],
@@ -164,13 +167,6 @@ def _token_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(operator.index, ids))
     except TypeError:
         raise ValueError(f"{name} must be a list of token ids, got {str(ids)[:60]!r}: tokenize text first.") from None
-
-
-def bind_processor(processor: Any, prompt_ids: Sequence[int]) -> Any:
-    """The processor for texts that follow this prompt: itself, unless it (or a part of a list) has `for_prompt`."""
-    if isinstance(processor, list):
-        return type(processor)(bind_processor(part, prompt_ids) for part in processor)
-    return processor.for_prompt(prompt_ids) if hasattr(processor, "for_prompt") else processor
 
 
 def make_decoder(

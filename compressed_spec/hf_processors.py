@@ -1,4 +1,4 @@
-"""transformers' logits processors, as one request of ours can use them.
+"""Logits processors that others wrote, transformers' above all, as one request of ours can use them.
 
 L = tokens of a row (left padding included), V = vocabulary
 """
@@ -11,7 +11,6 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
-from compressed_spec.generate import bind_processor
 from compressed_spec.sampling_params import LogitsProcessor, SamplingParams
 
 # Functions of a row's ids and scores alone. What is missing here keeps state, runs the model, or wants a whole batch.
@@ -57,18 +56,30 @@ class SamplingOptions:
     processors: tuple[Any, ...]
 
 
+def check_processors(processors: Iterable[Any]) -> None:
+    """Raise ValueError for a processor of transformers that is no function of one row's ids and scores."""
+    for processor in processors:
+        if type(processor).__module__ == theirs.__name__ and type(processor) not in _STATELESS:
+            raise ValueError(
+                f"{type(processor).__name__} needs more than one row's ids and scores, "
+                "so it cannot judge the nodes of a tree: leave it out."
+            )
+
+
+def bind_processor(processor: Any, prompt_ids: Sequence[int]) -> Any:
+    """The processor for texts that follow this prompt: itself, unless it (or a part of a list) has `for_prompt`."""
+    if isinstance(processor, list):
+        return type(processor)(bind_processor(part, prompt_ids) for part in processor)
+    return processor.for_prompt(prompt_ids) if hasattr(processor, "for_prompt") else processor
+
+
 def sampling_options(processors: Iterable[Any], *, do_sample: bool) -> SamplingOptions:
     """Take the usual warpers off the end of a list that `generate` has built; the law stays the same.
 
     Raises ValueError for a processor of transformers that is no function of one row's ids and scores.
     """
     rest = list(processors)
-    for processor in rest:
-        if type(processor).__module__ == theirs.__name__ and type(processor) not in _STATELESS:
-            raise ValueError(
-                f"{type(processor).__name__} needs more than one row's ids and scores, "
-                "so it cannot judge the nodes of a tree: leave it out."
-            )
+    check_processors(rest)
     if not do_sample:
         return SamplingOptions(params=SamplingParams(), processors=tuple(rest))
     options: dict[str, Any] = {"temperature": 1.0}

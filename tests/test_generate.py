@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, SynthIDTextWatermarkLogitsProcessor
 
 from compressed_spec import GenerationResult, generate, load_model
 from compressed_spec.cache import Cache, Verification
@@ -280,6 +281,9 @@ def test_T36_verifiers_that_would_not_be_lossless(
         generate(reference.model, [PROMPT], verifier=verifier, tree=tree, drafter=drafter, temperature=temperature)
 
 
+STATEFUL = SynthIDTextWatermarkLogitsProcessor(5, [1, 2, 3], 8, 0, 4, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -299,6 +303,8 @@ def test_T36_verifiers_that_would_not_be_lossless(
         (lambda decode: decode([[3]], max_new_tokens=2.5), "max_new_tokens must be an int of at least 1"),
         (lambda decode: decode([[3]], logprobs="all"), "Unknown logprobs 'all': use 'raw', 'filtered' or None"),
         (lambda decode: decode([[3]], logit_bias={48: 1.0}), "names token 48, but the vocabulary ends at 47"),
+        (lambda decode: decode([[3]], logits_processor=LogitsProcessorList([STATEFUL])), "SynthIDTextWatermark"),
+        (lambda decode: decode([[3]], logits_processor=STATEFUL), "needs more than one row's ids and scores"),
         (lambda decode: decode([[3] * 4090], max_new_tokens=8), "shorten the prompt or lower max_new_tokens"),
     ],
 )
