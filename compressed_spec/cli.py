@@ -30,7 +30,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            _parse(argv).run()
+            command = _parse(argv)
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError("Several processes are not supported yet: start one.")
+            command.run()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has left; Python would complain again when it flushes at exit.

@@ -22,15 +22,16 @@ from compressed_spec.target import TargetModel
 from compressed_spec.tree import TokenTree, TreeShape
 from compressed_spec.verifying import Acceptance, DraftTree, Proposal, Verifier
 
-StopCheck = Callable[[Sequence[int]], int | None]
+StopCheck = Callable[[Sequence[int], Sequence[int]], int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One text to continue.
 
-    stop_token_ids: end the text, included in it. stop_check: told the tokens of each round, says how many of them to
-    keep if the text ends there (stop strings), else None. logprobs: which log probabilities to give, None for none.
+    stop_token_ids: end the text, included in it. stop_check: told the output so far and the tokens of the round, says
+    how many of these to keep if the text ends there (stop strings), else None; after an exception it may be told the
+    same round again. logprobs: which log probabilities to give, None for none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -95,6 +96,7 @@ def check_request(model: TargetModel, request: Request) -> None:
     if not isinstance(request.max_new_tokens, int) or request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be an int of at least 1, got {request.max_new_tokens!r}.")
     model.check_tokens(request.prompt_ids)
+    model.check_tokens([*(request.params.logit_bias or ()), *(request.params.allowed_token_ids or ())])
     if len(request.prompt_ids) + request.max_new_tokens - 1 > model.max_position_embeddings:
         raise ValueError(
             f"A prompt of {len(request.prompt_ids)} tokens and {request.max_new_tokens} new ones go beyond the model's "
@@ -274,7 +276,7 @@ class Decoder:
                 kept, reason = kept[: index + 1], "stop"
                 break
         if active.request.stop_check is not None:
-            count = active.request.stop_check(kept)
+            count = active.request.stop_check(active.output_ids, kept)
             if count is not None:
                 kept, reason = kept[:count], "stop"
         logprobs = None

@@ -19,23 +19,19 @@ def criteria_check(
     """One request's stop check out of a transformers `StoppingCriteriaList`, or any f(ids [1, L], scores) -> done.
 
     The criteria see the text as it stands after each token of a round, as if tokens had come one at a time; scores are
-    None. They are not asked about tokens after the one at which they end the text. A round whose criteria raised may be
-    tried again.
+    None. They are not asked about tokens after the one at which they end the text.
 
     Raises ValueError if `criteria` cannot be called, and from the check if their answer is not one truth value.
     """
     if not callable(criteria):
         raise ValueError("stopping_criteria must be callable; wrap a list in transformers' StoppingCriteriaList.")
-    text_1L = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=device)
 
-    def check(token_ids: Sequence[int]) -> int | None:
-        nonlocal text_1L
-        before = text_1L.shape[1]
-        longer_1L = torch.cat((text_1L, text_1L.new_tensor([list(token_ids)], dtype=torch.int64)), dim=1)
+    def check(output_ids: Sequence[int], token_ids: Sequence[int]) -> int | None:
+        before = len(prompt_ids) + len(output_ids)
+        text_1L = torch.tensor([[*prompt_ids, *output_ids, *token_ids]], dtype=torch.int64, device=device)
         for count in range(1, len(token_ids) + 1):
-            if _is_done(criteria(longer_1L[:, : before + count], None)):
+            if _is_done(criteria(text_1L[:, : before + count], None)):
                 return count
-        text_1L = longer_1L
         return None
 
     return check

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from compressed_spec.decode import Decoder, StopCheck
+from compressed_spec.decode import Chunk, Decoder, StopCheck
 from compressed_spec.generate import stream
 from compressed_spec.streaming import TextStream
 
@@ -47,34 +47,41 @@ class TextDecoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_requests: int, stop_strings: Sequence[str] = ()) -> None:
-        self._streams = [TextStream(tokenizer, stop_strings=stop_strings) for _ in range(num_requests)]
+        self._new_stream = lambda: TextStream(tokenizer, stop_strings=stop_strings)
+        self._streams = [self._new_stream() for _ in range(num_requests)]
         self._num_pushed = [0] * num_requests
-        self._pieces: list[list[str]] = [[] for _ in range(num_requests)]
+        self._texts = [""] * num_requests
+        self._num_given = [0] * num_requests
 
     def stop_check(self, request: int) -> StopCheck:
         """A check that ends the request's text at the token in which a stop string completes."""
 
-        def check(token_ids: Sequence[int]) -> int | None:
-            self._pieces[request].append(self._streams[request].push(token_ids))
-            before = self._num_pushed[request]
-            self._num_pushed[request] += len(token_ids)
+        def check(output_ids: Sequence[int], token_ids: Sequence[int]) -> int | None:
+            if self._num_pushed[request] != len(output_ids):
+                # The round before came to nothing after this check had seen its tokens: back to the text as it is.
+                self._streams[request] = self._new_stream()
+                self._texts[request] = self._streams[request].push(output_ids)
+            self._texts[request] += self._streams[request].push(token_ids)
+            self._num_pushed[request] = len(output_ids) + len(token_ids)
             match = self._streams[request].stopped
-            return None if match is None else match.token_index + 1 - before
+            return None if match is None else match.token_index + 1 - len(output_ids)
 
         return check
 
     def chunks(self, decoder: Decoder) -> Iterator[TextChunk]:
         """The decoder's chunks with their text; all of a request's texts together are its final text."""
-        for chunk in stream(decoder):
-            pieces = self._pieces[chunk.request]
-            if chunk.finish_reason is not None:
-                pieces.append(self._streams[chunk.request].flush())
-            text = "".join(pieces)
-            pieces.clear()
-            yield TextChunk(
-                request=chunk.request,
-                text=text,
-                token_ids=chunk.token_ids,
-                num_accepted=chunk.num_accepted,
-                finish_reason=chunk.finish_reason,
-            )
+        yield from map(self.follow, stream(decoder))
+
+    def follow(self, chunk: Chunk) -> TextChunk:
+        """A chunk with the text that it makes certain; each chunk once, in order."""
+        request = chunk.request
+        if chunk.finish_reason is not None:
+            self._texts[request] += self._streams[request].flush()
+        given, self._num_given[request] = self._num_given[request], len(self._texts[request])
+        return TextChunk(
+            request=request,
+            text=self._texts[request][given:],
+            token_ids=chunk.token_ids,
+            num_accepted=chunk.num_accepted,
+            finish_reason=chunk.finish_reason,
+        )

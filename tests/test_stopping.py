@@ -1,5 +1,6 @@
 """Where texts end: every reason, at every place of an accepted path; and what is left when a callback raises."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.stopping import criteria_check
 from compressed_spec.testing import OracleDrafter, greedy_text, random_model
-from compressed_spec.text import TextDecoder, load_tokenizer
+from compressed_spec.text import TextChunk, TextDecoder, load_tokenizer
 
 PROMPT = [5, 9, 2, 7, 7]
 STEPS = 5  # a right draft of 5 is accepted whole: token 0 comes from the prefill, then rounds bring 1-6, 7-12, ...
@@ -267,6 +268,42 @@ def test_T20_a_callback_that_raises_releases_the_rows(model: DeepseekV4, where: 
     for request in make_requests(model, [PROMPT, [3, 1, 4]], SamplingParams(), max_new_tokens=COUNT, stop_token_ids=[]):
         again.submit(request)
     assert texts_of(list(stream(again))) == expected
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 7])
+def test_T20_a_neighbours_fault_tells_no_tokens_twice(folder: Path, at: int) -> None:
+    """The second of two requests raises once: the first one's criteria and text are as if it had not."""
+    model, tokenizer = load_model(folder, progress=False), load_tokenizer(folder)
+    seen: list[tuple[int, ...]] = []
+    once = Once(at)
+
+    def watch(ids_1L: torch.Tensor, scores: Any) -> bool:
+        seen.append(tuple(ids_1L[0].tolist()))
+        return False
+
+    texts = TextDecoder(tokenizer, 2, ["never to be found"])
+    watcher, follow = criteria_check(watch, PROMPT), texts.stop_check(0)
+    faulty = criteria_check(once, PROMPT)
+    requests = make_requests(
+        model,
+        [PROMPT, PROMPT],
+        SamplingParams(),
+        max_new_tokens=12,
+        stop_token_ids=[],
+        stop_checks=[lambda so_far, new: watcher(so_far, new) or follow(so_far, new), faulty],
+    )
+    decoder = make_decoder(model, requests, tree="s3_k2_d6", drafter="auto", verifier="auto", batch_size=2)
+    chunks: list[TextChunk] = []
+    while decoder.has_work:
+        with contextlib.suppress(RuntimeError):
+            chunks += map(texts.follow, decoder.step())
+    assert once.calls > at
+    plain = generate(model, [PROMPT], tree="off", max_new_tokens=12, stop_token_ids=[])[0].token_ids
+    longest = [ids for i, ids in enumerate(seen) if ids not in seen[:i]]
+    assert longest == [(*PROMPT, *plain[: n + 1]) for n in range(12)]
+    first = [chunk for chunk in chunks if chunk.request == 0]
+    assert [token for chunk in first for token in chunk.token_ids] == plain
+    assert "".join(chunk.text for chunk in first) == tokenizer.decode(plain, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("at", [0, 5, 6, 8, 9])

@@ -242,3 +242,9 @@ def test_T36_a_prompt_that_is_not_text(
     assert_refused(run("generate", tiny, "--prompt-file", tmp_path / "binary"), "binary is not UTF-8 text (byte 2")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert_refused(run("generate", tiny, "-"), "Standard input is not UTF-8 text")
+
+
+def test_T36_several_processes(run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun every rank would load the whole model and print."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert_refused(run("generate", tiny, "--prompt", "a"), "Several processes are not supported yet")
