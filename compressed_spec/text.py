@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -47,7 +48,7 @@ class TextDecoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_requests: int, stop_strings: Sequence[str] = ()) -> None:
-        self._new_stream = lambda: TextStream(tokenizer, stop_strings=stop_strings)
+        self._new_stream = partial(TextStream, tokenizer, stop_strings=stop_strings)
         self._streams = [self._new_stream() for _ in range(num_requests)]
         self._num_pushed = [0] * num_requests
         self._texts = [""] * num_requests
