@@ -22,10 +22,11 @@ Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Numerics:
     """Every operation for which it matters; of all others a row's bits do not depend on its neighbours anyway.
 
-    linear: `x [..., D]`, `weight [O, D]`. grouped_linear: `x [T, G, D]`, `weight [G, O, D]`. bmm: as torch's.
-    attention, index_scores: see `kernels.attention` and `kernels.indexer`.
+    row_tile: rows of a product, or 1 if it may have any number. linear: `x [..., D]`, `weight [O, D]`. grouped_linear:
+    `x [T, G, D]`, `weight [G, O, D]`. bmm: as torch's. attention, index_scores: see the files of these names.
     """
 
+    row_tile: int
     linear: Binary
     grouped_linear: Binary
     bmm: Binary
@@ -40,6 +41,7 @@ def numerics_named(name: str) -> Numerics:
     """ "fast" or "invariant". Raises ValueError for any other name."""
     if name == "fast":
         return Numerics(
+            row_tile=1,
             linear=F.linear,
             grouped_linear=_grouped_linear,
             bmm=torch.bmm,
@@ -51,6 +53,7 @@ def numerics_named(name: str) -> Numerics:
         )
     if name == "invariant":
         return Numerics(
+            row_tile=rowwise.ROW_TILE,
             linear=rowwise.linear,
             grouped_linear=rowwise.grouped_linear,
             bmm=rowwise.bmm,

@@ -27,20 +27,21 @@ def row_tiles(x_RD: torch.Tensor, tile: int = ROW_TILE) -> tuple[torch.Tensor, .
     missing = -x_RD.shape[0] % tile
     if missing:
         x_RD = F.pad(x_RD, (0, 0) * (x_RD.dim() - 1) + (0, missing))
-    tiles: tuple[torch.Tensor, ...] = x_RD.contiguous().split(tile)
-    return tiles
+    x_RD = x_RD.contiguous()
+    return (x_RD,) if len(x_RD) == tile else tuple(x_RD.split(tile))
 
 
 def join_tiles(tiles: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
     """The first `num_rows` rows of tiles."""
-    return (tiles[0] if len(tiles) == 1 else torch.cat(list(tiles)))[:num_rows]
+    joined = tiles[0] if len(tiles) == 1 else torch.cat(list(tiles))
+    return joined if len(joined) == num_rows else joined[:num_rows]
 
 
 def linear(x_RD: torch.Tensor, weight_OD: torch.Tensor) -> torch.Tensor:
     """`x weight^T` over the last axis; x may have any number of leading axes."""
-    rows_RD = x_RD.flatten(0, -2)
-    products = [F.linear(tile, weight_OD) for tile in row_tiles(rows_RD)]
-    return join_tiles(products, len(rows_RD)).view(*x_RD.shape[:-1], -1)
+    if x_RD.dim() > 2:
+        return linear(x_RD.flatten(0, -2), weight_OD).view(*x_RD.shape[:-1], -1)
+    return join_tiles([F.linear(tile, weight_OD) for tile in row_tiles(x_RD)], len(x_RD))
 
 
 def grouped_linear(x_RGD: torch.Tensor, weight_GOD: torch.Tensor) -> torch.Tensor:
