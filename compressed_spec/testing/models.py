@@ -81,9 +81,7 @@ def random_model(
     if draft_head is DraftHeadKind.DSPARK:
         overrides = DSPARK_KEYS | overrides
     config = parse_config(tiny_config(compress_ratios, **overrides))
-    model = DeepseekV4(
-        config, draft_head=draft_head, num_draft_layers=num_draft_layers, dtype=dtype, numerics=numerics
-    )
+    model = DeepseekV4(config, draft_head=draft_head, num_draft_layers=num_draft_layers, dtype=dtype, numerics=numerics)
     for name, tensor in model.state_dict().items():
         tensor.copy_(random_tensor(name, tuple(tensor.shape), config, seed))
     return model.eval().requires_grad_(False)

@@ -3,16 +3,18 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from compressed_spec import TokenTree, load_model
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.testing import Reference, assert_near, assert_same_bits, live_state, random_model, random_text
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-ODD: dict[str, object] = {
+ODD: dict[str, Any] = {
     "hidden_size": 36,
     "head_dim": 18,
     "moe_intermediate_size": 17,
@@ -23,7 +25,7 @@ ODD: dict[str, object] = {
     "n_routed_experts": 7,
     "num_experts_per_tok": 3,
 }
-WIDE: dict[str, object] = {
+WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "head_dim": 64,
     "moe_intermediate_size": 128,
@@ -33,7 +35,8 @@ WIDE: dict[str, object] = {
     "index_head_dim": 32,
     "index_topk": 5,
 }
-WIDTHS = {"small": {}, "odd": ODD, "wide": WIDE}
+DSPARK: dict[str, Any] = {"draft_head": DraftHeadKind.DSPARK, "num_draft_layers": 2}
+MODELS = {"small": {}, "odd": ODD, "wide": WIDE, "dspark": DSPARK}
 LENGTH = 48
 
 
@@ -59,8 +62,8 @@ def draft_along(text: Sequence[int], rng: random.Random, num_nodes: int) -> Draf
     return Draft(tree=TokenTree(tokens=tokens, parents=parents), path=tuple(path))
 
 
-def model_of(width: str, dtype: torch.dtype, numerics: str = "invariant") -> DeepseekV4:
-    return random_model((0, 4, 8, 4), dtype=dtype, numerics=numerics, **WIDTHS[width])
+def model_of(kind: str, dtype: torch.dtype, numerics: str = "invariant") -> DeepseekV4:
+    return random_model((0, 4, 8, 4), dtype=dtype, numerics=numerics, **MODELS[kind])
 
 
 def follow(reference: Reference, rng: random.Random, batch_size: int, num_rounds: int, num_nodes: int = 16) -> int:
@@ -105,11 +108,11 @@ def follow(reference: Reference, rng: random.Random, batch_size: int, num_rounds
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", ["small", "odd"])
-def test_T14_every_bit_of_random_rounds(width: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["small", "odd", "dspark"])
+def test_T14_every_bit_of_random_rounds(kind: str, dtype: torch.dtype) -> None:
     """Trees and chains of up to 16 nodes, batches of 1, 3 and 8, five chunk sizes, partial and empty commits."""
-    reference = Reference(model_of(width, dtype), max_length=LENGTH + 20)
-    rng = random.Random(f"{width}/{dtype}")
+    reference = Reference(model_of(kind, dtype), max_length=LENGTH + 20)
+    rng = random.Random(f"{kind}/{dtype}")
     compared = sum(follow(reference, rng, batch_size, num_rounds=5) for batch_size in (1, 3, 8))
     assert compared > 60
 
@@ -125,11 +128,11 @@ def test_T14_every_bit_of_a_wider_model(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", list(WIDTHS))
-def test_T14_every_bit_of_many_random_rounds(width: str, dtype: torch.dtype) -> None:
-    reference = Reference(model_of(width, dtype), max_length=LENGTH + 20)
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_T14_every_bit_of_many_random_rounds(kind: str, dtype: torch.dtype) -> None:
+    reference = Reference(model_of(kind, dtype), max_length=LENGTH + 20)
     for seed in range(12):
-        follow(reference, random.Random(f"{width}/{dtype}/{seed}"), batch_size=(1, 3, 8)[seed % 3], num_rounds=12)
+        follow(reference, random.Random(f"{kind}/{dtype}/{seed}"), batch_size=(1, 3, 8)[seed % 3], num_rounds=12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -35,12 +35,12 @@ widths = pytest.mark.parametrize("width", WIDTHS)
 
 def random_rows(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(NUM_ROWS, *shape, generator=generator, dtype=torch.float64)).to(dtype)
+    return torch.randn(NUM_ROWS, *shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype)
 
 
 def weight(*shape: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5).to(dtype)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).div(shape[-1] ** 0.5).to(dtype)
 
 
 def check(operation: Operation, *rows: torch.Tensor) -> None:
@@ -175,6 +175,7 @@ def test_hyper_connection(width: int, dtype: torch.dtype) -> None:
 
     check(site, random_rows(4, width, dtype=dtype), random_rows(width, dtype=dtype, seed=3))
     check(head, random_rows(4, width, dtype=dtype))
+    check(lambda streams_RMD: streams_RMD.mean(dim=1), random_rows(4, width, dtype=dtype))  # what DSpark reads
 
 
 @wide
