@@ -20,4 +20,7 @@ def pool_windows(buffer_RD: torch.Tensor, rows_CK: torch.Tensor, *, overlap: boo
         half, width = rows_CK.shape[1] // 2, kv.shape[-1] // 2
         kv = torch.cat((kv[:, :half, :width], kv[:, half:, width:]), dim=1)
         gate = torch.cat((gate[:, :half, :width], gate[:, half:, width:]), dim=1)
-    return (kv * torch.softmax(gate, dim=1)).sum(dim=1)
+    # Tokens innermost: over an outer axis, torch's softmax treats the last few channels by another formula, which
+    # would make them depend on how many windows close at once.
+    kv_CEK, gate_CEK = kv.transpose(1, 2).contiguous(), gate.transpose(1, 2).contiguous()
+    return (kv_CEK * torch.softmax(gate_CEK, dim=-1)).sum(-1)

@@ -1,12 +1,14 @@
 """Mixture of experts: routing and the gated experts.
 
-T = nodes, D = model width, E = experts, F = expert width, K = experts a token
+T = nodes, D = model width, E = experts, F = expert width, K = experts a token, N = T K (node, choice) pairs,
+P = their rows and those that fill up tiles, O = output width
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+
+from compressed_spec.kernels.numerics import Numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +19,10 @@ class Routing:
     weights_TK: torch.Tensor
 
 
-def router_scores(x_TD: torch.Tensor, gate_ED: torch.Tensor) -> torch.Tensor:
+def router_scores(x_TD: torch.Tensor, gate_ED: torch.Tensor, numerics: Numerics) -> torch.Tensor:
     """`sqrt(softplus(x . gate))`, float32 or wider, `[T, E]`."""
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    return F.softplus(F.linear(x_TD.to(wide), gate_ED.to(wide))).sqrt()
+    return numerics.softplus(numerics.linear(x_TD.to(wide), gate_ED.to(wide))).sqrt()
 
 
 def route(scores_TE: torch.Tensor, experts_TK: torch.Tensor, scaling: float) -> Routing:
@@ -29,29 +31,55 @@ def route(scores_TE: torch.Tensor, experts_TK: torch.Tensor, scaling: float) -> 
     return Routing(experts_TK=experts_TK, weights_TK=weights_TK / weights_TK.sum(-1, keepdim=True) * scaling)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, numerics: Numerics) -> torch.Tensor:
     """`silu(min(gate, limit)) * clamp(up, -limit, limit)`."""
-    return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+    return numerics.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
 
 
 def routed_experts(
-    x_TD: torch.Tensor, routing: Routing, w13_EFD: torch.Tensor, w2_EDF: torch.Tensor, limit: float
+    x_TD: torch.Tensor,
+    routing: Routing,
+    w13_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    limit: float,
+    numerics: Numerics,
 ) -> torch.Tensor:
-    """Sum of each node's experts, `[T, D]`, accumulated in float32 or wider; w13 is gate then up, `[E, 2 F, D]`."""
-    output_TD = x_TD.new_zeros(x_TD.shape, dtype=routing.weights_TK.dtype)
-    flat_experts = routing.experts_TK.flatten()
-    order = flat_experts.argsort(stable=True)
-    nodes = order // routing.experts_TK.shape[1]
-    weights = routing.weights_TK.flatten()[order]
-    end = 0
-    for expert, count in enumerate(torch.bincount(flat_experts, minlength=w13_EFD.shape[0]).tolist()):
-        if count == 0:
-            continue
-        first, end = end, end + count
-        gate, up = F.linear(x_TD[nodes[first:end]], w13_EFD[expert]).to(output_TD.dtype).chunk(2, dim=-1)
-        # The routing weight goes in before the down projection, as in the reference.
-        hidden = swiglu(gate, up, limit) * weights[first:end, None]
-        output_TD = output_TD.index_add(
-            0, nodes[first:end], F.linear(hidden.to(x_TD.dtype), w2_EDF[expert]).to(output_TD.dtype)
-        )
+    """Sum of each node's experts, `[T, D]`, in float32 or wider; w13 is gate then up, `[E, 2 F, D]`.
+
+    Each expert runs once, on all of its nodes. A node's outputs are added in the order of its own list of experts, so
+    that the sum does not depend on whom the other nodes chose.
+    """
+    num_chosen, wide = routing.experts_TK.shape[1], routing.weights_TK.dtype
+    place_N, sizes_E = _places(routing.experts_TK.flatten(), w13_EFD.shape[0], numerics.row_tile)
+    x_PD = x_TD.new_zeros(sum(sizes_E), x_TD.shape[1])
+    x_PD = x_PD.index_copy(0, place_N, x_TD.repeat_interleave(num_chosen, dim=0))
+    weights_P = routing.weights_TK.new_zeros(len(x_PD)).index_copy(0, place_N, routing.weights_TK.flatten())
+    gate, up = _by_expert(x_PD, w13_EFD, sizes_E, numerics).to(wide).chunk(2, dim=-1)
+    # The routing weight goes in before the down projection, as in the reference.
+    hidden_PF = swiglu(gate, up, limit, numerics) * weights_P.unsqueeze(1)
+    output_PD = _by_expert(hidden_PF.to(x_TD.dtype), w2_EDF, sizes_E, numerics)
+    by_choice_TKD = output_PD[place_N].to(wide).unflatten(0, (-1, num_chosen))
+    output_TD: torch.Tensor = by_choice_TKD[:, 0]
+    for k in range(1, num_chosen):
+        output_TD = output_TD + by_choice_TKD[:, k]
     return output_TD
+
+
+def _places(experts_N: torch.Tensor, num_experts: int, tile: int) -> tuple[torch.Tensor, list[int]]:
+    """Where each (node, choice) goes when those of an expert lie together, and the rows of each expert.
+
+    An expert's rows are rounded up to a multiple of `tile`.
+    """
+    order_N = experts_N.argsort(stable=True)
+    counts_E = torch.bincount(experts_N, minlength=num_experts)
+    sizes_E = (counts_E + tile - 1) // tile * tile
+    shift_E = (sizes_E - counts_E).cumsum(0) - (sizes_E - counts_E)
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(len(order_N), device=order_N.device) + shift_E[experts_N[order_N]]
+    return place_N, sizes_E.tolist()
+
+
+def _by_expert(x_PD: torch.Tensor, weight_EOD: torch.Tensor, sizes_E: list[int], numerics: Numerics) -> torch.Tensor:
+    """Each expert's product on its own rows."""
+    parts = x_PD.split(sizes_E)
+    return torch.cat([numerics.linear(part, weight_EOD[e]) for e, part in enumerate(parts) if len(part)])

@@ -21,6 +21,7 @@ from compressed_spec.testing.models import (
 )
 from compressed_spec.testing.state import (
     assert_near,
+    assert_same_bits,
     assert_same_state,
     live_rows,
     live_state,
@@ -38,6 +39,7 @@ __all__ = [
     "ScriptedDrafter",
     "WrongDrafter",
     "assert_near",
+    "assert_same_bits",
     "assert_same_state",
     "cycle",
     "greedy_text",

@@ -77,3 +77,13 @@ def assert_same_state(actual: Mapping[str, torch.Tensor], expected: Mapping[str,
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
         assert_near(tensor, expected[name], f"{what}: {name}")
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Fail unless two tensors of one shape and dtype hold the same bytes."""
+    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    same = torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    if not same:
+        error = (actual.double() - expected.double()).abs()
+        raise AssertionError(f"{what}: {int((error != 0).sum())} of {error.numel()} differ, by up to {error.max():.3g}")

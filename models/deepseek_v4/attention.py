@@ -6,18 +6,16 @@ T = nodes, D = model width, H = heads, E = entry width, G = output groups, R = p
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from compressed_spec.cache import Scratch
-from compressed_spec.kernels.attention import sparse_attention
 from compressed_spec.kernels.compress import pool_windows
-from compressed_spec.kernels.indexer import index_scores, select_entries
+from compressed_spec.kernels.indexer import select_entries
 from compressed_spec.kernels.norm import rms_norm
 from compressed_spec.kernels.rope import apply_rope
 from compressed_spec.layout import Compression
 from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
-from compressed_spec.models.deepseek_v4.modules import Norm, Precision, linear
+from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.rope import Rotation
 from compressed_spec.rows import CompressionPlan, selected_rows
 
@@ -74,8 +72,8 @@ class Compressor(nn.Module):
         )
         raw = width * (2 if comp.overlap else 1)
         self.ape = nn.Parameter(torch.empty(comp.ratio, raw, dtype=precision.wide))
-        self.wkv = linear(config.hidden_size, raw, precision.wide)
-        self.wgate = linear(config.hidden_size, raw, precision.wide)
+        self.wkv = Linear(config.hidden_size, raw, precision, wide=True)
+        self.wgate = Linear(config.hidden_size, raw, precision, wide=True)
         self.norm = Norm(width, config.rms_norm_eps, precision)
         self.precision = precision
 
@@ -96,8 +94,8 @@ class Indexer(nn.Module):
     def __init__(self, config: DeepseekV4Config, comp: Compression, precision: Precision) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
-        self.wq_b = linear(config.q_lora_rank, self.num_heads * self.head_dim, precision.dtype)
-        self.weights_proj = linear(config.hidden_size, self.num_heads, precision.dtype)
+        self.wq_b = Linear(config.q_lora_rank, self.num_heads * self.head_dim, precision)
+        self.weights_proj = Linear(config.hidden_size, self.num_heads, precision)
         self.compressor = Compressor(config, comp, config.index_head_dim, "index_", precision)
         self.precision = precision
 
@@ -109,7 +107,7 @@ class Indexer(nn.Module):
             self.wq_b(qr_TD).unflatten(-1, (self.num_heads, self.head_dim)), rotation.cos_NP, rotation.sin_NP
         )
         scale = self.head_dim**-0.5 * self.num_heads**-0.5
-        scores_TN = index_scores(
+        scores_TN = self.precision.numerics.index_scores(
             q_THI.to(self.precision.wide),
             self.weights_proj(x_TD).to(self.precision.wide) * scale,
             keys_RI,
@@ -129,16 +127,16 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.compressed_layer = layer, compressed_layer
         self.num_heads, self.head_dim, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
-        self.eps, dtype = config.rms_norm_eps, precision.dtype
+        self.eps, self.numerics = config.rms_norm_eps, precision.numerics
         heads_dim = self.num_heads * self.head_dim
         self.attn_sink = nn.Parameter(torch.empty(self.num_heads, dtype=precision.wide))
-        self.wq_a = linear(config.hidden_size, config.q_lora_rank, dtype)
+        self.wq_a = Linear(config.hidden_size, config.q_lora_rank, precision)
         self.q_norm = Norm(config.q_lora_rank, config.rms_norm_eps, precision)
-        self.wq_b = linear(config.q_lora_rank, heads_dim, dtype)
-        self.wkv = linear(config.hidden_size, config.head_dim, dtype)
+        self.wq_b = Linear(config.q_lora_rank, heads_dim, precision)
+        self.wkv = Linear(config.hidden_size, config.head_dim, precision)
         self.kv_norm = Norm(config.head_dim, config.rms_norm_eps, precision)
-        self.wo_a = linear(heads_dim // config.o_groups, config.o_groups * config.o_lora_rank, dtype)
-        self.wo_b = linear(config.o_groups * config.o_lora_rank, config.hidden_size, dtype)
+        self.wo_a = Linear(heads_dim // config.o_groups, config.o_groups * config.o_lora_rank, precision)
+        self.wo_b = Linear(config.o_groups * config.o_lora_rank, config.hidden_size, precision)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         comp = compression_of(config, spec)
@@ -172,8 +170,9 @@ class Attention(nn.Module):
                 if rows_TK is None:
                     rows_TK = self.indexer(x_TD, qr_TD, here.rotation, plan, keys_RI)
 
-        o_THD = sparse_attention(q_THD, window_RD, here.window_rows_TW, entries_RE, rows_TK, self.attn_sink)
+        o_THD = self.numerics.attention(q_THD, window_RD, here.window_rows_TW, entries_RE, rows_TK, self.attn_sink)
         undo = here.rotation.inverse
         o_TGD = apply_rope(o_THD, undo.cos_NP, undo.sin_NP).flatten(1).unflatten(-1, (self.groups, -1))
-        low_TG = torch.einsum("tgi,gri->tgr", o_TGD, self.wo_a.weight.unflatten(0, (self.groups, -1)))
-        return F.linear(low_TG.flatten(1), self.wo_b.weight)
+        low_TGR = self.numerics.grouped_linear(o_TGD, self.wo_a.weight.unflatten(0, (self.groups, -1)))
+        output_TD: torch.Tensor = self.wo_b(low_TGR.flatten(1))
+        return output_TD

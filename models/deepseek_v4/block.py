@@ -10,7 +10,7 @@ from compressed_spec.kernels.hyper_connection import collapse, expand
 from compressed_spec.kernels.moe import Routing, route, routed_experts, router_scores, swiglu
 from compressed_spec.models.deepseek_v4.attention import Attention, AttentionRound
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, LayerSpec
-from compressed_spec.models.deepseek_v4.modules import HyperConnected, Norm, Precision, linear
+from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
 
 
 class Gate(nn.Module):
@@ -19,6 +19,7 @@ class Gate(nn.Module):
     def __init__(self, config: DeepseekV4Config, hash_routed: bool, precision: Precision) -> None:
         super().__init__()
         self.topk, self.scaling = config.num_experts_per_tok, config.routed_scaling_factor
+        self.numerics = precision.numerics
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, dtype=precision.wide))
         self.hash_routed = hash_routed
         if hash_routed:
@@ -27,7 +28,7 @@ class Gate(nn.Module):
             self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=precision.wide))
 
     def forward(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> Routing:
-        scores_TE = router_scores(x_TD, self.weight)
+        scores_TE = router_scores(x_TD, self.weight, self.numerics)
         if self.hash_routed:
             experts_TK = self.get_buffer("tid2eid")[tokens_T]
         else:
@@ -38,15 +39,15 @@ class Gate(nn.Module):
 class SharedExperts(nn.Module):
     """The expert that every token takes; w1 = gate, w3 = up, w2 = down."""
 
-    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+    def __init__(self, config: DeepseekV4Config, precision: Precision) -> None:
         super().__init__()
-        self.limit = config.swiglu_limit
-        self.w1 = linear(config.hidden_size, config.moe_intermediate_size, dtype)
-        self.w2 = linear(config.moe_intermediate_size, config.hidden_size, dtype)
-        self.w3 = linear(config.hidden_size, config.moe_intermediate_size, dtype)
+        self.limit, self.numerics = config.swiglu_limit, precision.numerics
+        self.w1 = Linear(config.hidden_size, config.moe_intermediate_size, precision)
+        self.w2 = Linear(config.moe_intermediate_size, config.hidden_size, precision)
+        self.w3 = Linear(config.hidden_size, config.moe_intermediate_size, precision)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.w2(swiglu(self.w1(x_TD), self.w3(x_TD), self.limit))
+        output: torch.Tensor = self.w2(swiglu(self.w1(x_TD), self.w3(x_TD), self.limit, self.numerics))
         return output
 
 
@@ -65,14 +66,14 @@ class MoE(nn.Module):
 
     def __init__(self, config: DeepseekV4Config, hash_routed: bool, precision: Precision) -> None:
         super().__init__()
-        self.limit = config.swiglu_limit
+        self.limit, self.numerics = config.swiglu_limit, precision.numerics
         self.gate = Gate(config, hash_routed, precision)
         self.experts = Experts(config, precision.dtype)
-        self.shared_experts = SharedExperts(config, precision.dtype)
+        self.shared_experts = SharedExperts(config, precision)
 
     def forward(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         routing = self.gate(x_TD, tokens_T)
-        routed_TD = routed_experts(x_TD, routing, self.experts.w13, self.experts.w2, self.limit)
+        routed_TD = routed_experts(x_TD, routing, self.experts.w13, self.experts.w2, self.limit, self.numerics)
         shared_TD: torch.Tensor = self.shared_experts(x_TD)
         return (routed_TD + shared_TD.to(routed_TD.dtype)).to(x_TD.dtype)
 
@@ -95,7 +96,7 @@ class Block(HyperConnected):
         """The streams after this layer; writes the nodes' rows."""
         mix = self.mix("attn", streams_TMD)
         attended_TD = self.attn(self.attn_norm(collapse(streams_TMD, mix.pre_TM)), here)
-        streams_TMD = expand(attended_TD, streams_TMD, mix)
+        streams_TMD = expand(attended_TD, streams_TMD, mix, self.precision.numerics)
         mix = self.mix("ffn", streams_TMD)
         fed_TD = self.ffn(self.ffn_norm(collapse(streams_TMD, mix.pre_TM)), tokens_T)
-        return expand(fed_TD, streams_TMD, mix)
+        return expand(fed_TD, streams_TMD, mix, self.precision.numerics)

@@ -14,7 +14,7 @@ from torch import nn
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
-from compressed_spec.models.deepseek_v4.modules import Norm, Precision, linear
+from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.names import DRAFT_LAYER, require_dspark
 from compressed_spec.models.deepseek_v4.rope import Rotation
 
@@ -22,10 +22,10 @@ from compressed_spec.models.deepseek_v4.rope import Rotation
 class MarkovHead(nn.Module):
     """A low-rank table of what follows each token: logits to add to those of the next place in a block."""
 
-    def __init__(self, vocab_size: int, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, vocab_size: int, rank: int, precision: Precision) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank, dtype=dtype)
-        self.markov_w2 = linear(rank, vocab_size, dtype)
+        self.markov_w1 = nn.Embedding(vocab_size, rank, dtype=precision.dtype)
+        self.markov_w2 = Linear(rank, vocab_size, precision)
 
     def forward(self, tokens_N: torch.Tensor) -> torch.Tensor:
         bias_NV: torch.Tensor = self.markov_w2(self.markov_w1(tokens_N))
@@ -35,9 +35,9 @@ class MarkovHead(nn.Module):
 class ConfidenceHead(nn.Module):
     """How likely the draft at each place is to be accepted, given the token before it."""
 
-    def __init__(self, in_features: int, dtype: torch.dtype) -> None:
+    def __init__(self, in_features: int, precision: Precision) -> None:
         super().__init__()
-        self.proj = linear(in_features, 1, dtype)
+        self.proj = Linear(in_features, 1, precision, wide=True)
 
     def forward(self, x_ND: torch.Tensor, previous_NR: torch.Tensor) -> torch.Tensor:
         both = torch.cat((x_ND, previous_NR), dim=-1).to(self.proj.weight.dtype)
@@ -48,7 +48,7 @@ class ConfidenceHead(nn.Module):
 class DSparkStage(Block):
     """`mtp.N`: a sliding-window, score-routed block. The first has what reads the target, the last what drafts."""
 
-    main_proj: nn.Linear
+    main_proj: Linear
     main_norm: Norm
     norm: Norm
     markov_head: MarkovHead
@@ -58,13 +58,13 @@ class DSparkStage(Block):
         super().__init__(config, DRAFT_LAYER, stage, 0, precision)
         dspark, width, eps = require_dspark(config), config.hidden_size, config.rms_norm_eps
         if first:
-            self.main_proj = linear(width * len(dspark.target_layer_ids), width, precision.dtype)
+            self.main_proj = Linear(width * len(dspark.target_layer_ids), width, precision)
             self.main_norm = Norm(width, eps, precision)
         if last:
             self.norm = Norm(width, eps, precision)
             self.add_site("head")
-            self.markov_head = MarkovHead(config.vocab_size, dspark.markov_rank, precision.dtype)
-            self.confidence_head = ConfidenceHead(width + dspark.markov_rank, precision.wide)
+            self.markov_head = MarkovHead(config.vocab_size, dspark.markov_rank, precision)
+            self.confidence_head = ConfidenceHead(width + dspark.markov_rank, precision)
 
 
 class DSparkHead(nn.ModuleList):

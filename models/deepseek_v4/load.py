@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.weights import load_weights
@@ -24,12 +25,15 @@ def load_model(
 
     dtype: "float32", "float64", "bfloat16" or "float16", of matrices, activations and KV; stored FP8 and FP4 weights
     are dequantised to it. progress: show a bar on stderr.
+    numerics: "fast", or "invariant" for tokens, logits and state that are bit for bit the same with speculation or
+    without, in any tree, batch and prefill chunk, on a CPU with a fixed number of threads.
     Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint.
     """
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}.")
-    if numerics != "fast":
-        raise ValueError(f"Numerics {numerics!r} are not supported yet: use numerics='fast'.")
+    numerics_named(numerics)
+    if numerics == "invariant" and torch.device(device).type != "cpu":
+        raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
     _check_device(device)
     checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
     with torch.device("meta"):
@@ -38,6 +42,7 @@ def load_model(
             draft_head=checkpoint.draft_head,
             num_draft_layers=checkpoint.num_draft_layers,
             dtype=DTYPES[dtype],
+            numerics=numerics,
         )
     load_weights(model, checkpoint, device=torch.device(device), progress=progress)
     return model.to(device).eval().requires_grad_(False)

@@ -6,16 +6,16 @@ T = nodes, V = vocabulary, M = residual streams, D = model width, N = draft node
 from collections import Counter
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from compressed_spec.cache import Scratch
+from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.layout import Compression, StateSpec
 from compressed_spec.models.deepseek_v4.attention import AttentionRound, CompressionRound, compression_of
 from compressed_spec.models.deepseek_v4.block import Block
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.dspark import DSparkHead
-from compressed_spec.models.deepseek_v4.modules import HyperConnected, Norm, Precision
+from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
@@ -28,13 +28,20 @@ class DeepseekV4(TargetModel, HyperConnected):
     """The whole model; parameters carry the upstream names, with the experts of a layer stacked.
 
     draft_head, num_draft_layers: which head it has (`mtp`), and blocks of it (MTP: one). dtype: of matrices,
-    activations and KV. Raises ValueError for a DSpark head without the dspark_* keys in the config.
+    activations and KV. numerics: "fast", or "invariant" (see `kernels.numerics`). Raises ValueError for a DSpark head
+    without the dspark_* keys in the config.
     """
 
     def __init__(
-        self, config: DeepseekV4Config, *, draft_head: DraftHeadKind, num_draft_layers: int = 1, dtype: torch.dtype
+        self,
+        config: DeepseekV4Config,
+        *,
+        draft_head: DraftHeadKind,
+        num_draft_layers: int = 1,
+        dtype: torch.dtype,
+        numerics: str = "fast",
     ) -> None:
-        super().__init__(config, Precision(dtype=dtype))
+        super().__init__(config, Precision(dtype=dtype, numerics=numerics_named(numerics)))
         self.draft_head = draft_head
         self.vocab_size, self.max_position_embeddings = config.vocab_size, config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
@@ -47,7 +54,7 @@ class DeepseekV4(TargetModel, HyperConnected):
             seen[kind] += 1
         self.layers = nn.ModuleList(layers)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, self.precision)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+        self.head = Linear(config.hidden_size, config.vocab_size, self.precision)
         self.add_site("head")
         self.mtp = nn.ModuleList()
         if draft_head is DraftHeadKind.MTP:
@@ -124,7 +131,8 @@ class DeepseekV4(TargetModel, HyperConnected):
         return self._project(self.norm(self.collapse_head(streams_TMD)))
 
     def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TD, self.head.weight).to(self.precision.wide)
+        logits_TV: torch.Tensor = self.head(x_TD)
+        return logits_TV.to(self.precision.wide)
 
     def num_experts(self, num_nodes: float) -> float:
         # As if nodes were routed independently and evenly: an upper bound, since a tree's nodes resemble each other.

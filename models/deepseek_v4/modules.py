@@ -3,21 +3,27 @@
 T = nodes, M = residual streams, D = model width
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
 from compressed_spec.kernels.hyper_connection import MixWeights, collapse, head_weights, mix_weights
 from compressed_spec.kernels.norm import rms_norm
+from compressed_spec.kernels.numerics import Numerics, numerics_named
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """`dtype` of matrices, activations and KV; `wide` of norms, mixing weights, gates, compressors and softmaxes."""
+    """`dtype` of matrices, activations and KV; `wide` of norms, mixing weights, gates, compressors and softmaxes.
+
+    numerics: how the operations are carried out.
+    """
 
     dtype: torch.dtype
+    numerics: Numerics = field(default_factory=partial(numerics_named, "fast"))
 
     @property
     def wide(self) -> torch.dtype:
@@ -36,8 +42,15 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def linear(in_features: int, out_features: int, dtype: torch.dtype) -> nn.Linear:
-    return nn.Linear(in_features, out_features, bias=False, dtype=dtype)
+class Linear(nn.Linear):
+    """A product without bias, in the model's dtype or the wide one."""
+
+    def __init__(self, in_features: int, out_features: int, precision: Precision, *, wide: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=False, dtype=precision.wide if wide else precision.dtype)
+        self.numerics = precision.numerics
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.numerics.linear(x, self.weight)
 
 
 class HyperConnected(nn.Module):
@@ -65,6 +78,7 @@ class HyperConnected(nn.Module):
             iterations=self.config.hc_sinkhorn_iters,
             eps=self.config.hc_eps,
             norm_eps=self.config.rms_norm_eps,
+            numerics=self.precision.numerics,
         )
 
     def collapse_head(self, streams_TMD: torch.Tensor) -> torch.Tensor:
@@ -76,5 +90,6 @@ class HyperConnected(nn.Module):
             self.get_parameter("hc_head_base"),
             eps=self.config.hc_eps,
             norm_eps=self.config.rms_norm_eps,
+            numerics=self.precision.numerics,
         )
         return collapse(streams_TMD, weights_TM)

@@ -11,7 +11,7 @@ from compressed_spec.kernels.hyper_connection import collapse
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
-from compressed_spec.models.deepseek_v4.modules import Norm, Precision, linear
+from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.names import DRAFT_LAYER
 from compressed_spec.models.deepseek_v4.rope import Rotation
 
@@ -22,8 +22,8 @@ class MTPHead(Block):
     def __init__(self, config: DeepseekV4Config, precision: Precision) -> None:
         super().__init__(config, DRAFT_LAYER, 0, 0, precision)
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.e_proj = linear(width, width, precision.dtype)
-        self.h_proj = linear(width, width, precision.dtype)
+        self.e_proj = Linear(width, width, precision)
+        self.h_proj = Linear(width, width, precision)
         self.enorm = Norm(width, eps, precision)
         self.hnorm = Norm(width, eps, precision)
         self.norm = Norm(width, eps, precision)
