@@ -5,21 +5,22 @@ B = batch rows, V = vocabulary
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from compressed_spec.accepting import Context, Logprobs, accept, first_tokens, token_logprobs
 from compressed_spec.cache import Cache
-from compressed_spec.drafting.base import Drafter, DraftRequest, SamplingDrafter, usable_tree
+from compressed_spec.drafting.base import Drafter, DraftPlan, DraftRequest, SamplingDrafter, usable_tree
 from compressed_spec.drafting.fit import proposal_for
 from compressed_spec.noise import gumbel_noise, seed_tensor
 from compressed_spec.sampling_params import SamplingParams
+from compressed_spec.shaping.base import FixedShaper, RoundOutcome, RoundState, Shaper
 from compressed_spec.stats import StageClock, StatsBuilder
 from compressed_spec.target import TargetModel
 from compressed_spec.tree import TokenTree, TreeShape
-from compressed_spec.verifying import DraftTree, Proposal, Verifier, draft_coins
+from compressed_spec.verifying import Acceptance, DraftTree, Proposal, Verifier, draft_coins
 
 StopCheck = Callable[[Sequence[int]], int | None]
 
@@ -93,7 +94,8 @@ def check_request(model: TargetModel, request: Request) -> None:
 class Decoder:
     """Decodes requests in the rows of one cache; more requests than rows wait for a free one.
 
-    shape None (or no drafter) is plain decoding: trees of one node. `stats[i]` counts request i.
+    shape: what trees to draft, the same every round or as a shaper decides; None (or no drafter) is plain decoding:
+    trees of one node. `stats[i]` counts request i.
     Raises ValueError if a tree of `shape` does not fit the cache, or the verifier not what the drafter proposes.
     """
 
@@ -103,18 +105,19 @@ class Decoder:
         cache: Cache,
         *,
         drafter: Drafter | None,
-        shape: TreeShape | None,
+        shape: TreeShape | Shaper | None,
         verifier: Verifier,
     ) -> None:
-        num_nodes = 1 if shape is None else shape.num_nodes
+        shaper = FixedShaper(DraftPlan(shape=shape)) if isinstance(shape, TreeShape) else shape
+        num_nodes = 1 if shaper is None else shaper.largest.shape.num_nodes
         if num_nodes > cache.shape.max_nodes:
             raise ValueError(
                 f"Trees of {num_nodes} nodes need a cache with max_nodes of at least that, not {cache.shape.max_nodes}."
             )
         self._model, self._cache, self._verifier = model, cache, verifier
-        self._drafter = None if shape is None else drafter
-        self._shape = shape
-        self._proposal = proposal_for(verifier, self._drafter, shape)
+        self._drafter = None if shaper is None else drafter
+        self._shaper = None if drafter is None else shaper
+        self._proposal = proposal_for(verifier, drafter, None if shaper is None else shaper.largest)
         self._max_rows = min(cache.shape.batch_size, cache.shape.max_nodes // num_nodes)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._active: list[_Active] = []
@@ -203,8 +206,11 @@ class Decoder:
 
     def _round(self) -> list[Chunk]:
         active = list(self._active)
+        state = self._state(active)
+        seconds = self.clock.seconds()
         with self.clock.stage("draft"):
-            drafts = self._draft(active)
+            plan = self._shaper.plan(state) if self._shaper is not None and state.max_depth else None
+            drafts = self._draft(active, state, plan)
         with self.clock.stage("verify"):
             verify = self._model.verify(self._cache, [d.tree for d in drafts], rows=[a.row for a in active])
         with self.clock.stage("sample"):
@@ -220,7 +226,10 @@ class Decoder:
                 verify, [a.path[: len(chunk.token_ids)] for a, chunk in zip(accepted, chunks, strict=True)]
             )
         # Texts grow only now: whatever raised before this point left every request as it was.
-        num_steps = 0 if self._shape is None else self._shape.num_steps
+        self._tell_shaper(state, plan, drafts, accepted, seconds)
+        # Where all that is left is last tokens, nobody is asked for drafts, but there was no room for them either.
+        no_room_at_all = self._shaper is not None and not state.max_depth
+        num_steps = int(no_room_at_all) if plan is None else plan.shape.num_steps
         for one, draft, acceptance, chunk in zip(active, drafts, accepted, chunks, strict=True):
             num_accepted, num_emitted = len(acceptance.path) - 1, len(chunk.token_ids)
             # A round that uses up max_new_tokens is truncated too if there was no room for deeper drafts.
@@ -232,6 +241,7 @@ class Decoder:
                 num_emitted=num_emitted,
                 truncated=no_room or num_emitted <= num_accepted,
             )
+            self.stats[one.number].num_rounds_off += plan is None and state.max_depth > 0 and self._shaper is not None
             self._tell_drafter("observe", one, chunk.token_ids)
             self._finish(one, chunk)
         return chunks
@@ -287,14 +297,45 @@ class Decoder:
         for one in active:
             self.stats[one.number].num_draft_errors += 1
 
-    def _draft(self, active: Sequence[_Active]) -> list[DraftTree]:
+    def _state(self, active: Sequence[_Active]) -> RoundState:
+        sampled = self._proposal is Proposal.SAMPLED and not all(a.request.params.is_greedy for a in active)
+        return RoundState(
+            num_rows=len(active),
+            context=sum(self._cache.lengths[a.row] for a in active) // len(active),
+            max_depth=max(a.remaining for a in active) - 1,
+            sampled=sampled,
+        )
+
+    def _tell_shaper(
+        self,
+        state: RoundState,
+        plan: DraftPlan | None,
+        drafts: Sequence[DraftTree],
+        accepted: Sequence[Acceptance],
+        before: Mapping[str, float],
+    ) -> None:
+        if self._shaper is None or not state.max_depth:
+            return
+        spent = {stage: now - before[stage] for stage, now in self.clock.seconds().items()}
+        self._shaper.observe(
+            RoundOutcome(
+                state=state,
+                plan=plan,
+                trees=tuple(draft.tree for draft in drafts),
+                paths=tuple(acceptance.path for acceptance in accepted),
+                draft_seconds=spent["draft"],
+                verify_seconds=spent["verify"] + spent["sample"] + spent["commit"],
+            )
+        )
+
+    def _draft(self, active: Sequence[_Active], state: RoundState, plan: DraftPlan | None) -> list[DraftTree]:
         roots = [a.output_ids[-1] for a in active]
         # Deeper nodes could only be cut off: a round emits one token more than it accepts.
         max_depths = [a.remaining - 1 for a in active]
         trees: list[TokenTree | DraftTree] = []
-        if self._drafter is not None and self._shape is not None and max(max_depths) > 0:
+        if plan is not None:
             try:
-                trees = list(self._propose(active, roots, max_depths, self._shape))
+                trees = list(self._propose(active, roots, max_depths, plan, state.sampled))
                 if strange := [tree for tree in trees if not isinstance(tree, TokenTree | DraftTree)]:
                     trees = []
                     raise TypeError(f"A drafter's propose must give TokenTree or DraftTree, not {strange[0]!r}.")
@@ -303,23 +344,31 @@ class Decoder:
         drafts = []
         for i, (root, max_depth) in enumerate(zip(roots, max_depths, strict=True)):
             tree = trees[i] if i < len(trees) else TokenTree(tokens=[root], parents=[-1])
-            drafts.append(self._usable(tree, root, max_depth))
-        return drafts
+            drafts.append(self._usable(tree, root, max_depth, 1 if plan is None else plan.shape.num_nodes))
+        if plan is None or self._shaper is None or any(draft.proposal is Proposal.SAMPLED for draft in drafts):
+            return drafts
+        pruned = self._shaper.prune(state, [draft.tree for draft in drafts])
+        return [replace(draft, tree=tree) for draft, tree in zip(drafts, pruned, strict=True)]
 
     def _propose(
-        self, active: Sequence[_Active], roots: Sequence[int], max_depths: Sequence[int], shape: TreeShape
+        self,
+        active: Sequence[_Active],
+        roots: Sequence[int],
+        max_depths: Sequence[int],
+        plan: DraftPlan,
+        sampled: bool,
     ) -> Sequence[TokenTree | DraftTree]:
         assert self._drafter is not None
-        request = self._request(active, roots, max_depths, shape)
-        if self._proposal is not Proposal.SAMPLED or all(a.request.params.is_greedy for a in active):
+        request = self._request(active, roots, max_depths, plan)
+        if not sampled:
             return self._drafter.propose(request)
         assert isinstance(self._drafter, SamplingDrafter)
         coins = [draft_coins(a.request.params.seed, len(a.request.prompt_ids) + len(a.output_ids)) for a in active]
         return self._drafter.propose_sampled(request, coins)
 
-    def _usable(self, draft: TokenTree | DraftTree, root: int, max_depth: int) -> DraftTree:
+    def _usable(self, draft: TokenTree | DraftTree, root: int, max_depth: int, max_nodes: int) -> DraftTree:
         tree = draft.tree if isinstance(draft, DraftTree) else draft
-        vocab_size, max_nodes = self._model.vocab_size, 1 if self._shape is None else self._shape.num_nodes
+        vocab_size = self._model.vocab_size
         if isinstance(draft, DraftTree) and draft.proposal is Proposal.SAMPLED:
             self._verifier.check(draft)
             # Nothing may be dropped from a sampled tree because of its values: it is taken whole or not at all.
@@ -331,7 +380,7 @@ class Decoder:
         return DraftTree(tree=tree, proposal=Proposal.DETERMINISTIC, fixed_topology=False)
 
     def _request(
-        self, active: Sequence[_Active], roots: Sequence[int], max_depths: Sequence[int], shape: TreeShape
+        self, active: Sequence[_Active], roots: Sequence[int], max_depths: Sequence[int], plan: DraftPlan
     ) -> DraftRequest:
         params = [a.request.params for a in active]
         lengths = [self._cache.lengths[a.row] for a in active]
@@ -348,7 +397,9 @@ class Decoder:
             cache=self._cache,
             rows=tuple(a.row for a in active),
             roots=tuple(roots),
-            shape=shape,
+            shape=plan.shape,
+            topology=plan.topology,
+            scoring=plan.scoring,
             max_depths=tuple(max_depths),
             temperatures=tuple(p.temperature for p in params),
             noise=noise if coupled else None,

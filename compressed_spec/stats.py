@@ -41,6 +41,10 @@ class StageClock:
         finally:
             self._seconds[name] += time.perf_counter() - begin
 
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each stage so far."""
+        return dict(self._seconds)
+
     def times(self) -> StageTimes:
         wall = time.perf_counter() - self._begin
         return StageTimes(**self._seconds, other=wall - sum(self._seconds.values()))
@@ -54,6 +58,8 @@ class RequestStats:
     those, emitted. num_accepted_tokens_per_pos: rounds that emitted a drafted token at depth 1, 2, ... (unconditional).
     acceptance_length: tokens emitted a round, bonus counted, pooled over rounds; without the prefill's token and a last
     round that the text's end truncated; 0.0 without such rounds. num_draft_errors: times its drafter raised.
+    num_rounds_off: rounds that the tree shape chose to decode plainly, because speculation loses or to know whether it
+    does.
     """
 
     num_rounds: int
@@ -62,6 +68,7 @@ class RequestStats:
     num_accepted_tokens_per_pos: tuple[int, ...]
     acceptance_length: float
     num_draft_errors: int
+    num_rounds_off: int
     times: StageTimes
 
 
@@ -72,6 +79,7 @@ class StatsBuilder:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_draft_errors: int = 0
+    num_rounds_off: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     whole_rounds: int = 0
     whole_tokens: int = 0
@@ -107,5 +115,6 @@ class StatsBuilder:
             num_accepted_tokens_per_pos=tuple(self.accepted_per_pos),
             acceptance_length=self.whole_tokens / self.whole_rounds if self.whole_rounds else 0.0,
             num_draft_errors=self.num_draft_errors,
+            num_rounds_off=self.num_rounds_off,
             times=times,
         )

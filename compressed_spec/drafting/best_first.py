@@ -9,14 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from compressed_spec.drafting.base import DraftRequest
+from compressed_spec.drafting.base import DraftRequest, ScoredTree
 from compressed_spec.drafting.steps import Steps
-from compressed_spec.noise import coupled_scores
 from compressed_spec.rows import Ints
-from compressed_spec.tree import TokenTree
 
 
-def best_first_trees(steps: Steps, request: DraftRequest, *, num_steps: int, width: int) -> list[TokenTree]:
+def best_first_trees(steps: Steps, request: DraftRequest, *, num_steps: int, width: int) -> list[ScoredTree]:
     """The D - 1 nodes of each row with the best cumulative scores among the candidates, and its root.
 
     Candidates: at most `num_steps` levels, in each of which the `width` best nodes of the level before have K children.
@@ -35,13 +33,11 @@ def best_first_trees(steps: Steps, request: DraftRequest, *, num_steps: int, wid
         if laws.closed_BF is not None:
             score_BF = score_BF.masked_fill(laws.closed_BF.cpu(), float("-inf"))
         # Under coupled noise the noise has decided already: what matters is who wins under it.
-        score_BFV = laws.log_q_BFV
-        if request.noise is not None:
-            score_BFV = coupled_scores(score_BFV, request.noise(depth).unsqueeze(1))
-        num_children = min(request.shape.top_k, score_BFV.shape[-1])
-        best_BFK = score_BFV.topk(num_children, dim=-1)
-        score_BC = (score_BF.unsqueeze(-1) + best_BFK.values.cpu()).flatten(1)
-        token_BC = best_BFK.indices.cpu().flatten(1).numpy()
+        noise_BV = None if request.noise is None else request.noise(depth)
+        num_children = min(request.shape.top_k, laws.log_q_BFV.shape[-1])
+        best = request.scoring.best(laws.log_q_BFV, noise_BV, request.temperatures, depth=depth, count=num_children)
+        score_BC = (score_BF.unsqueeze(-1) + best.scores_BFK.cpu()).flatten(1)
+        token_BC = best.tokens_BFK.cpu().flatten(1).numpy()
         first = len(depths)
         tokens.append(token_BC)
         parents.append(candidate_BF.repeat(num_children, axis=1))
@@ -52,22 +48,25 @@ def best_first_trees(steps: Steps, request: DraftRequest, *, num_steps: int, wid
         candidate_BF, score_BF = first + index_BF, newest_BF.values
         token_BF, parent_BF = np.take_along_axis(token_BC, index_BF, axis=1), index_BF // num_children
     if not depths:
-        return [TokenTree(tokens=[root], parents=[-1]) for root in request.roots]
+        return [ScoredTree(tokens=[root], parents=[-1], survival=[1.0]) for root in request.roots]
     all_tokens, all_parents = np.concatenate(tokens, axis=1), np.concatenate(parents, axis=1)
     # Stable: of equal scores the shallower and earlier wins, so ancestors (never worse) are always kept too.
-    order = torch.cat(scores, dim=1).sort(dim=-1, descending=True, stable=True)
+    all_scores = torch.cat(scores, dim=1)
+    order = all_scores.sort(dim=-1, descending=True, stable=True)
     trees = []
     for i, (root, max_depth) in enumerate(zip(request.roots, request.max_depths, strict=True)):
         ranked = zip(order.indices[i].tolist(), order.values[i].tolist(), strict=True)
-        best = [c for c, score in ranked if depths[c] <= max_depth and score > float("-inf")]
-        trees.append(_tree(root, all_tokens[i], all_parents[i], sorted(best[: request.shape.num_nodes - 1])))
+        chosen = [c for c, score in ranked if depths[c] <= max_depth and score > float("-inf")]
+        kept = sorted(chosen[: request.shape.num_nodes - 1])
+        trees.append(_tree(root, all_tokens[i], all_parents[i], kept, all_scores[i, kept].exp().tolist()))
     return trees
 
 
-def _tree(root: int, tokens_C: Ints, parents_C: Ints, kept: Sequence[int]) -> TokenTree:
+def _tree(root: int, tokens_C: Ints, parents_C: Ints, kept: Sequence[int], survival: Sequence[float]) -> ScoredTree:
     """The tree of the kept candidates, parents first (-1 is the root)."""
     node_of = {-1: 0} | {candidate: node for node, candidate in enumerate(kept, start=1)}
-    return TokenTree(
+    return ScoredTree(
         tokens=[root, *(tokens_C[c] for c in kept)],
         parents=[-1, *(node_of[int(parents_C[c])] for c in kept)],
+        survival=[1.0, *survival],
     )

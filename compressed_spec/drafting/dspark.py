@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from compressed_spec.cache import Scratch
-from compressed_spec.drafting.base import DraftRequest
+from compressed_spec.drafting.base import DraftRequest, ScoredTree
 from compressed_spec.drafting.best_first import best_first_trees
+from compressed_spec.drafting.ranked import ranked_trees
 from compressed_spec.drafting.sampled import sampled_trees
 from compressed_spec.drafting.steps import Laws, law_at, require_head
 from compressed_spec.rows import Ints
 from compressed_spec.target import BlockDraft, DraftBlock, TargetModel
-from compressed_spec.tree import TokenTree
 from compressed_spec.verifying import Coins, DraftTree
 
 
@@ -106,18 +106,19 @@ class DSparkDrafter:
 
     @torch.no_grad()
     def propose_sampled(self, request: DraftRequest, coins: Sequence[Coins]) -> list[DraftTree]:
-        """Trees drawn from the head's law, in a topology fixed by the shape alone."""
+        """Trees drawn from the head's law, in the topology asked for, or fixed by the shape alone."""
         return sampled_trees(BlockSteps(self._model, request, 0.0), request, coins, num_steps=self._num_steps(request))
 
     @torch.no_grad()
-    def propose(self, request: DraftRequest) -> list[TokenTree]:
-        """The D - 1 best nodes, of at most N levels and K children a node, by the product of their probabilities."""
-        return best_first_trees(
-            BlockSteps(self._model, request, self._threshold),
-            request,
-            num_steps=self._num_steps(request),
-            width=request.shape.num_nodes - 1,
-        )
+    def propose(self, request: DraftRequest) -> list[ScoredTree]:
+        """The D - 1 best nodes, of at most N levels and K children a node, by the product of their probabilities.
+
+        With a topology instead: its positions, by rank, as deep as the block is long.
+        """
+        steps, num_steps = BlockSteps(self._model, request, self._threshold), self._num_steps(request)
+        if request.topology is not None:
+            return ranked_trees(steps, request, request.topology.limited(num_steps))
+        return best_first_trees(steps, request, num_steps=num_steps, width=request.shape.num_nodes - 1)
 
     def _num_steps(self, request: DraftRequest) -> int:
         return min(request.shape.num_steps, self._model.draft_block_size)

@@ -2,15 +2,18 @@
 
 import torch
 
-from compressed_spec.drafting.base import Drafter, SamplingDrafter
+from compressed_spec.drafting.base import Drafter, DraftPlan, SamplingDrafter
 from compressed_spec.drafting.sampled import fixed_topology
-from compressed_spec.tree import TokenTree, TreeShape
+from compressed_spec.tree import TokenTree
 from compressed_spec.verifying import DraftTree, Proposal, Verifier
 
 
-def proposal_for(verifier: Verifier, drafter: Drafter | None, shape: TreeShape | None) -> Proposal:
-    """How the drafter shall propose. Raises ValueError, with the reason, if the three do not fit each other."""
-    if drafter is None or shape is None:
+def proposal_for(verifier: Verifier, drafter: Drafter | None, plan: DraftPlan | None) -> Proposal:
+    """How the drafter shall propose. Raises ValueError, with the reason, if the three do not fit each other.
+
+    plan: the largest that will be asked for.
+    """
+    if drafter is None or plan is None:
         return Proposal.DETERMINISTIC
     if verifier.name == "coupled":
         return Proposal.COUPLED
@@ -22,7 +25,12 @@ def proposal_for(verifier: Verifier, drafter: Drafter | None, shape: TreeShape |
             raise ValueError(f"{reason} ({type(drafter).__name__} cannot draw from a law.)") from None
     else:
         return Proposal.DETERMINISTIC
-    parents = fixed_topology(shape)
+    if plan.by_value:
+        raise ValueError(
+            f"Verifier {verifier.name!r} needs a tree whose shape was fixed before its tokens were drawn, and 'dynamic' "
+            "shapes it by their values: use 'coupled' or 'target', or another tree."
+        )
+    parents = fixed_topology(plan).parents
     example = DraftTree(
         tree=TokenTree(tokens=[0] * len(parents), parents=parents),
         proposal=Proposal.SAMPLED,
@@ -32,3 +40,20 @@ def proposal_for(verifier: Verifier, drafter: Drafter | None, shape: TreeShape |
     )
     verifier.check(example)
     return Proposal.SAMPLED
+
+
+def takes_chains_only(verifier: Verifier) -> bool:
+    """Whether the rule refuses drawn trees that branch."""
+    parents = (-1, 0, 0)
+    branching = DraftTree(
+        tree=TokenTree(tokens=[0] * len(parents), parents=parents),
+        proposal=Proposal.SAMPLED,
+        fixed_topology=True,
+        log_q=torch.zeros((len(parents), 1)),
+        replacement=False,
+    )
+    try:
+        verifier.check(branching)
+    except ValueError:
+        return True
+    return False

@@ -34,7 +34,7 @@ class HeadSteps:
     """
 
     def __init__(self, model: TargetModel, request: DraftRequest) -> None:
-        most = len(request.rows) * request.shape.num_draft_nodes
+        most = len(request.rows) * request.num_draft_nodes
         if most > request.cache.shape.max_draft_nodes:
             raise ValueError(
                 f"Drafting {request.shape} for {len(request.rows)} rows needs {most} draft nodes, more than the "

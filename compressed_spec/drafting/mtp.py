@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from compressed_spec.drafting.base import DraftRequest
+from compressed_spec.drafting.base import DraftRequest, ScoredTree
 from compressed_spec.drafting.best_first import best_first_trees
 from compressed_spec.drafting.head import HeadSteps
+from compressed_spec.drafting.ranked import ranked_trees
 from compressed_spec.drafting.sampled import sampled_trees
 from compressed_spec.drafting.steps import require_head
 from compressed_spec.target import TargetModel
-from compressed_spec.tree import TokenTree
 from compressed_spec.verifying import Coins, DraftTree
 
 
@@ -35,11 +35,16 @@ class MTPDrafter:
 
     @torch.no_grad()
     def propose_sampled(self, request: DraftRequest, coins: Sequence[Coins]) -> list[DraftTree]:
-        """Trees drawn from the head's law, in a topology fixed by the shape alone."""
+        """Trees drawn from the head's law, in the topology asked for, or fixed by the shape alone."""
         return sampled_trees(HeadSteps(self._model, request), request, coins, num_steps=request.shape.num_steps)
 
     @torch.no_grad()
-    def propose(self, request: DraftRequest) -> list[TokenTree]:
-        """Best-first in levels: the K best nodes of the newest level get K children each; the D - 1 best are kept."""
-        shape = request.shape
-        return best_first_trees(HeadSteps(self._model, request), request, num_steps=shape.num_steps, width=shape.top_k)
+    def propose(self, request: DraftRequest) -> list[ScoredTree]:
+        """Best-first in levels: the K best nodes of the newest level get K children each; the D - 1 best are kept.
+
+        With a topology instead: its positions, by rank.
+        """
+        steps, shape = HeadSteps(self._model, request), request.shape
+        if request.topology is not None:
+            return ranked_trees(steps, request, request.topology)
+        return best_first_trees(steps, request, num_steps=shape.num_steps, width=shape.top_k)

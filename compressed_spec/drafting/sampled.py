@@ -7,27 +7,32 @@ B = batch rows, F = nodes of a level, V = vocabulary
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from compressed_spec.drafting.base import DraftRequest
+from compressed_spec.drafting.base import DraftPlan, DraftRequest
 from compressed_spec.drafting.steps import Steps
-from compressed_spec.tree import TokenTree, TreeShape
+from compressed_spec.topology import Topology
+from compressed_spec.tree import TokenTree
 from compressed_spec.verifying import Coins, DraftTree, Proposal, sampled_children
 
 RANK_DECAY = 0.4  # how much rarer a node's next child is taken to be accepted, whatever its value
 
 
-def fixed_topology(shape: TreeShape) -> list[int]:
-    """Parents of a tree of `shape`, level by level: the D - 1 best positions if acceptance fell with rank alone.
+def fixed_topology(plan: DraftPlan | DraftRequest, num_steps: int | None = None) -> Topology:
+    """The topology asked for; without one, the D - 1 best positions of the shape if acceptance fell with rank alone.
 
-    As in the head's best-first trees, a level has at most K nodes with children, and these at most K each.
+    As in the head's best-first trees, a level has at most K nodes with children, and these at most K each. num_steps:
+    levels, if fewer than the plan's.
     """
+    shape = plan.shape
+    num_steps = shape.num_steps if num_steps is None else num_steps
+    if plan.topology is not None:
+        return plan.topology.limited(num_steps)
     parents, scores, depths = [-1], [1.0], [0]
     newest = [0]
-    for depth in range(1, shape.num_steps + 1):
+    for depth in range(1, num_steps + 1):
         level = []
         for parent in sorted(newest, key=lambda node: -scores[node])[: shape.top_k]:
             for rank in range(shape.top_k):
@@ -38,17 +43,16 @@ def fixed_topology(shape: TreeShape) -> list[int]:
         newest = level
     kept = sorted(sorted(range(1, len(parents)), key=lambda node: -scores[node])[: shape.num_nodes - 1])
     node_of = {0: 0} | {old: new for new, old in enumerate(kept, start=1)}
-    return [-1, *(node_of[parents[old]] for old in kept)]
+    return Topology(parents=(-1, *(node_of[parents[old]] for old in kept)))
 
 
 def sampled_trees(steps: Steps, request: DraftRequest, coins: Sequence[Coins], *, num_steps: int) -> list[DraftTree]:
     """One tree a row, at most `num_steps` deep, drawn with the row's coins at its temperature (1 for greedy rows)."""
-    parents = fixed_topology(replace(request.shape, num_steps=num_steps))
-    depths = TokenTree(tokens=[0] * len(parents), parents=parents).depths
-    widths = [len({parents[n] for n, d in enumerate(depths) if d == depth + 1}) for depth in range(max(depths))]
+    topology = fixed_topology(request, num_steps)
+    parents, depths = topology.parents, topology.depths
     drawn = [_Drawn(root, parents, depths, cap) for root, cap in zip(request.roots, request.max_depths, strict=True)]
     laws, expanded = steps.root(), [[0] for _ in drawn]
-    for depth, _ in enumerate(widths):
+    for depth in range(max(depths)):
         for i, row in enumerate(drawn):
             for slot, node in enumerate(expanded[i]):
                 row.draw(node, laws.log_q_BFV[i, slot], coins[i])
