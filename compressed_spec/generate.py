@@ -8,13 +8,15 @@ from typing import Any
 from compressed_spec.accepting import Logprobs
 from compressed_spec.decode import Chunk, Decoder, Request, StopCheck, check_request
 from compressed_spec.drafting import Drafter, make_drafter
+from compressed_spec.drafting.fit import takes_chains_only
 from compressed_spec.noise import request_seed
 from compressed_spec.sampling_params import LogitsProcessor, SamplingParams
+from compressed_spec.shaping import AutoShaper, AutoTree, Shaper, parse_shape, profile_costs
 from compressed_spec.stats import RequestStats
 from compressed_spec.stopping import StoppingCriteria, criteria_check
 from compressed_spec.target import TargetModel
-from compressed_spec.tree import parse_tree
-from compressed_spec.verifying import make_verifier
+from compressed_spec.tree import TreeShape
+from compressed_spec.verifying import Verifier, make_verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ def generate(
     model: TargetModel,
     prompts_ids: Sequence[Sequence[int]],
     *,
-    tree: str = "s3_k2_d6",
+    tree: str | Shaper = "s3_k2_d6",
     drafter: str | Drafter = "auto",
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -56,9 +58,10 @@ def generate(
 ) -> list[GenerationResult]:
     """Continue prompts with tree speculation; the text does not depend on `tree`, `drafter` or the company.
 
-    tree: "off" or sN_kK_dD. drafter: "auto" (the checkpoint's head, else n-gram), "mtp", "dspark", "ngram", an object.
-    temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams. seed: one a request, or
-    an int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS, [] for none.
+    tree: "off", sN_kK_dD, "auto", another name that `parse_shape` lists, or an object. drafter: "auto" (the
+    checkpoint's head, else n-gram), "mtp", "dspark", "ngram", "suffix", the import path of a class of your own, or an
+    object. temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams. seed: one a
+    request, or an int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS, [] for none.
     stopping_criteria: transformers' (see `criteria_check`). verifier: "auto" (greedy, or coupled noise above
     temperature 0) or a name that `make_verifier` knows. logprobs: "raw" for each token's log probability under the
     model's logits, "filtered" under the law that it was drawn from. batch_size: rows decoded together; further prompts
@@ -156,7 +159,7 @@ def make_decoder(
     model: TargetModel,
     requests: Sequence[Request],
     *,
-    tree: str,
+    tree: str | Shaper,
     drafter: str | Drafter,
     verifier: str,
     batch_size: int,
@@ -167,21 +170,34 @@ def make_decoder(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
-    shape = parse_tree(tree)
+    shape = parse_shape(tree) if isinstance(tree, str) else tree
     rule = make_verifier("coupled" if verifier == "auto" else verifier)
     helper = make_drafter(drafter, model)
     for request in requests:
         check_request(model, request)
+    max_length = max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests)
+    if isinstance(shape, AutoTree):
+        shape = _auto_shaper(model, drafter, rule, shape.caps, batch_size, max_length)
+    largest = None if shape is None else shape.largest
     cache = model.new_cache(
         batch_size=batch_size,
-        max_length=max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests),
-        max_nodes=batch_size * (1 if shape is None else shape.num_nodes),
-        max_draft_nodes=batch_size * (1 if shape is None else max(shape.num_draft_nodes, model.draft_block_size)),
+        max_length=max_length,
+        max_nodes=batch_size * (1 if largest is None else largest.shape.num_nodes),
+        max_draft_nodes=batch_size * (1 if largest is None else max(largest.num_draft_nodes, model.draft_block_size)),
     )
     decoder = Decoder(model, cache, drafter=helper, shape=shape, verifier=rule)
     for request in requests:
         decoder.submit(request)
     return decoder
+
+
+def _auto_shaper(
+    model: TargetModel, drafter: str | Drafter, rule: Verifier, caps: TreeShape, batch_size: int, max_length: int
+) -> AutoShaper:
+    # A drafter for the profile alone: it is started on made-up texts, which one that serves requests must not remember.
+    probe = make_drafter(drafter, model) if isinstance(drafter, str) else None
+    costs = profile_costs(model, probe, batch_size=batch_size, max_length=max_length, shape=caps)
+    return AutoShaper(costs, caps=caps, chains_only=takes_chains_only(rule))
 
 
 def stream(decoder: Decoder) -> Iterator[Chunk]:

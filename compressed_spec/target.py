@@ -87,6 +87,10 @@ class TargetModel(nn.Module, ABC):
         """Which drafter the model's own head is for: "mtp" (`draft_step`), "dspark" (`draft_block`) or None."""
         return None
 
+    def num_experts(self, num_nodes: float) -> float:
+        """Distinct routed experts of a layer that so many nodes are expected to touch; 0.0 for a dense model."""
+        return 0.0
+
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         """The MTP head's own streams `[N, M, D]` after a step; writes its KV rows to scratch."""
         raise NotImplementedError("a model without an MTP head")

@@ -94,8 +94,8 @@ def parse_tree(text: str) -> TreeShape | None:
     match = re.fullmatch(r"s(\d+)_k(\d+)_d(\d+)", text)
     if match is None:
         raise ValueError(
-            f"Unknown tree {text!r}: use 'off' or sN_kK_dD (draft steps, children a node, nodes verified), such as "
-            "'s3_k2_d6' for a tree or 's3_k1_d4' for a chain."
+            f"Unknown tree {text!r}: use 'off', 'auto', 'dynamic', static:FILE, optimal_dD:FILE, or sN_kK_dD (draft "
+            "steps, children a node, nodes verified), such as 's3_k2_d6' for a tree or 's3_k1_d4' for a chain."
         )
     steps, top_k, nodes = map(int, match.groups())
     if steps < 1 or top_k < 1:

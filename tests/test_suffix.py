@@ -110,9 +110,7 @@ def request_for(rows: list[int], roots: list[int], shape: TreeShape, scoring: Sc
 
 
 def paths_of(tree: ScoredTree) -> dict[tuple[int, ...], float]:
-    return {
-        tuple(tree.tokens[i] for i in tree.path_to(node)[1:]): tree.survival[node] for node in range(1, len(tree))
-    }
+    return {tuple(tree.tokens[i] for i in tree.path_to(node)[1:]): tree.survival[node] for node in range(1, len(tree))}
 
 
 def test_tree_by_frequency() -> None:

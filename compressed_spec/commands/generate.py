@@ -16,9 +16,9 @@ from compressed_spec.generate import make_decoder, make_requests
 from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.load import checkpoint_folder, load_model
 from compressed_spec.sampling_params import SamplingParams
+from compressed_spec.shaping import parse_shape
 from compressed_spec.stats import RequestStats
 from compressed_spec.text import TextChunk, TextDecoder, load_tokenizer
-from compressed_spec.tree import parse_tree
 
 STDIN = "-"
 
@@ -36,9 +36,10 @@ class GenerateCommand:
     prompt_file: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A file that holds a prompt ("-" = standard input); repeat for several."""
     tree: str = "s3_k2_d6"
-    """"off", or sN_kK_dD: draft steps, children a node, nodes verified."""
+    """"off", sN_kK_dD (draft steps, children a node, nodes), "auto", "dynamic", static:FILE or optimal_dD:FILE."""
     drafter: str = "auto"
-    """"auto" (the checkpoint's own head, else n-gram), "mtp", "dspark" or "ngram"."""
+    """"auto" (the checkpoint's own head, else n-gram), "mtp", "dspark", "ngram", "suffix", or the import path of your
+    own class, such as package.module:Class."""
     verifier: str = "auto"
     """How drafts are accepted above temperature 0: "auto", "coupled", "target", or, for drafts drawn from the head's
     law, "leviathan", "block" (chains) and "traversal"."""
@@ -88,7 +89,7 @@ class GenerateCommand:
             raise ValueError("--system, --thinking and --reasoning-effort shape a chat: add --chat.")
         if self.reasoning_effort and not self.thinking:
             raise ValueError("--reasoning-effort says how long to reason: add --thinking.")
-        parse_tree(self.tree)  # a typing mistake must not cost the minutes that loading takes
+        parse_shape(self.tree)  # a typing mistake must not cost the minutes that loading takes
         params = SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -194,10 +195,11 @@ class _Output:
 
 def _print_summary(stats: Sequence[RequestStats], outputs: Sequence[_Output]) -> None:
     tokens = sum(len(output.token_ids) for output in outputs)
-    rounds = sum(one.num_rounds for one in stats)
+    rounds, rounds_off = sum(one.num_rounds for one in stats), sum(one.num_rounds_off for one in stats)
     seconds = stats[0].times.total
     Console(stderr=True, highlight=False).print(
         f"{tokens} tokens in {rounds} rounds and {seconds:.2f} s ({tokens / seconds:.1f} tokens/s); acceptance length "
-        + ", ".join(f"{one.acceptance_length:.2f}" for one in stats),
+        + ", ".join(f"{one.acceptance_length:.2f}" for one in stats)
+        + (f"; {rounds_off} rounds without speculation" if rounds_off else ""),
         style="dim",
     )

@@ -22,8 +22,9 @@ class Cursor:
 class SuffixAutomaton:
     """Of one growing text, or of several one after the other with a boundary between.
 
-    horizon: occurrences are counted for strings of up to so many tokens. Growing takes amortised constant time a token,
-    and at most `horizon` steps more for the counts, whatever the text's length. Raises ValueError for a horizon below 1.
+    horizon: occurrences are counted for strings of up to so many tokens. Growing takes amortised constant time a
+    token, and at most `horizon` steps more for the counts, whatever the text's length. Raises ValueError for a horizon
+    below 1.
     """
 
     def __init__(self, horizon: int) -> None:
@@ -124,9 +125,7 @@ class SuffixAutomaton:
 
         The times are exact where the state's shortest string and the token are within the horizon.
         """
-        found = [
-            (token, self._count[after], after) for token, after in self._next[state].items() if token != BOUNDARY
-        ]
+        found = [(token, self._count[after], after) for token, after in self._next[state].items() if token != BOUNDARY]
         return sorted(found, key=lambda one: (-one[1], one[0]))
 
     def count(self, token_ids: Sequence[int]) -> int:

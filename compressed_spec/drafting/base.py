@@ -1,7 +1,7 @@
 """What a drafter is: something that proposes trees and is told what became of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -24,7 +24,7 @@ class DraftPlan:
 
     shape: TreeShape
     topology: Topology | None = None
-    scoring: Scoring = Scoring()
+    scoring: Scoring = field(default_factory=Scoring)
     by_value: bool = False
 
     @property
@@ -70,7 +70,7 @@ class DraftRequest:
     temperatures: tuple[float, ...]
     noise: Callable[[int], torch.Tensor] | None
     topology: Topology | None = None
-    scoring: Scoring = Scoring()
+    scoring: Scoring = field(default_factory=Scoring)
 
     @property
     def num_draft_nodes(self) -> int:

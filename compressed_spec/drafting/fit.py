@@ -27,8 +27,8 @@ def proposal_for(verifier: Verifier, drafter: Drafter | None, plan: DraftPlan | 
         return Proposal.DETERMINISTIC
     if plan.by_value:
         raise ValueError(
-            f"Verifier {verifier.name!r} needs a tree whose shape was fixed before its tokens were drawn, and 'dynamic' "
-            "shapes it by their values: use 'coupled' or 'target', or another tree."
+            f"Verifier {verifier.name!r} needs a tree whose shape was fixed before its tokens were drawn, and "
+            "'dynamic' shapes it by their values: use 'coupled' or 'target', or another tree."
         )
     parents = fixed_topology(plan).parents
     example = DraftTree(

@@ -30,7 +30,9 @@ def ranked_trees(steps: Steps, request: DraftRequest, topology: Topology) -> lis
                 f"{vocab_size} tokens: give it fewer."
             )
         noise_BV = None if request.noise is None else request.noise(depth)
-        children = [child for child, parent in enumerate(topology.parents) if depths[child] == depth and parent in nodes]
+        children = [
+            child for child, parent in enumerate(topology.parents) if depths[child] == depth and parent in nodes
+        ]
         slots = [nodes.index(topology.parents[child]) for child in children]
         child_ranks = [ranks[child] for child in children]
         best = request.scoring.best(

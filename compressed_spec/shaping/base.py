@@ -51,7 +51,7 @@ class Shaper(Protocol):
         """The trees to ask for this round; None to decode it plainly."""
 
     def prune(self, state: RoundState, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """What to verify of the proposed trees, one a row. Not called for drawn trees, which nothing may be cut from."""
+        """What to verify of the proposed trees, one a row. Not called for drawn trees, which must stay whole."""
 
     def observe(self, outcome: RoundOutcome) -> None:
         """A round is over."""

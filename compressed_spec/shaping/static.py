@@ -21,24 +21,21 @@ def read_topology(path: str) -> Topology:
     Raises ValueError for anything else, or for a tree without a node beside the root.
     """
     parsed = read_json(path, "topology")
-    if isinstance(parsed, dict):
-        parsed = parsed.get("parents")
-        if not isinstance(parsed, list) or not all(type(parent) is int for parent in parsed):
-            raise ValueError(f'The topology file {path} needs "parents", a list of integers: -1 for the root, first.')
-        make = lambda: Topology.ordered(parsed)  # noqa: E731
-    else:
-        if not isinstance(parsed, list) or not all(
-            isinstance(ranks, list) and all(type(rank) is int for rank in ranks) for ranks in parsed
-        ):
-            raise ValueError(
-                f'The topology file {path} needs {{"parents": [...]}} or a list of paths of child ranks, such as '
-                "[[0], [1], [0, 0]]."
-            )
-        make = lambda: Topology.from_paths(parsed)  # noqa: E731
+    paths = parsed if isinstance(parsed, list) else []
+    parents = parsed.get("parents", []) if isinstance(parsed, dict) else []
+    if not all(_is_ints(ranks) for ranks in paths) or not _is_ints(parents) or not (paths or parents):
+        raise ValueError(
+            f'The topology file {path} needs {{"parents": [-1, 0, ...]}} or a list of paths of child ranks, such as '
+            "[[0], [1], [0, 0]]."
+        )
     try:
-        topology = make()
+        topology = Topology.from_paths(paths) if paths else Topology.ordered(parents)
     except ValueError as error:
         raise ValueError(f"The topology file {path} holds no tree: {error}") from error
     if len(topology) < 2:
         raise ValueError(f"The topology file {path} has a root and nothing to draft: add a node.")
     return topology
+
+
+def _is_ints(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)

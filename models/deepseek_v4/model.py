@@ -126,6 +126,11 @@ class DeepseekV4(TargetModel, HyperConnected):
     def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TD, self.head.weight).to(self.precision.wide)
 
+    def num_experts(self, num_nodes: float) -> float:
+        # As if nodes were routed independently and evenly: an upper bound, since a tree's nodes resemble each other.
+        missed: float = (1 - self.config.num_experts_per_tok / self.config.n_routed_experts) ** num_nodes
+        return self.config.n_routed_experts * (1 - missed)
+
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         head = self.mtp_head
         assert head is not None, "this model has no MTP head"
