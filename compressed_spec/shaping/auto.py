@@ -22,10 +22,12 @@ from compressed_spec.tree import TokenTree, TreeShape
 DEFAULT_CAPS = TreeShape(num_steps=6, top_k=4, num_nodes=16)
 REFRESH_EVERY = 16  # rounds between two looks at the statistics
 RECALIBRATE_EVERY = 64  # verified trees
-ENOUGH_DRAFTED, ENOUGH_PLAIN = 8, 2  # rounds before their speed counts; a plain round's tokens never vary
+ENOUGH_DRAFTED, ENOUGH_PLAIN = 8, 1  # rounds before their speed counts; a plain round's tokens never vary
 MEMORY = 64  # rounds of a kind after which older ones fade
-FIRST_PLAIN, PLAIN_EVERY = 32, 128  # while speculating: rounds between two plain ones, at first and later
-FIRST_WAIT, LONGEST_WAIT, PATIENCE = 32, 512, 4  # while off: plain rounds before another try, and their growth
+FIRST_PLAIN, LONGEST_PLAIN = 8, 128  # while speculating: rounds until the next plain one, at first and later
+FIRST_WAIT, LONGEST_WAIT = 32, 512  # while off: plain rounds until speculation gets another try
+PATIENCE = 4  # how these waits grow
+LARGEST_LOSS = 2.0  # plain rounds' time that a try may lose before it ends early
 SMOOTHING = 0.1  # weight of the newest round in the scales of the cost model
 
 
@@ -56,6 +58,7 @@ class _Lane:
     plain: _Speed = field(default_factory=_Speed)
     drafted: _Speed = field(default_factory=_Speed)
     since_plain: int = 0
+    plain_every: int = FIRST_PLAIN
     off: bool = False
     wait: int = FIRST_WAIT
     left: int = 0  # plain rounds until the next try
@@ -107,6 +110,7 @@ class AutoShaper:
         self._lanes: dict[int, _Lane] = {}
         self._budgets: dict[tuple[int, int, int], tuple[int, Budget]] = {}
         self._plain_scale, self._tree_scale, self._draft_scale = _Scale(), _Scale(), _Scale()
+        self._usual_extra = 0.0  # nodes beside the root, of a row's verified trees
         self._planned_draft_seconds = 0.0
 
     @property
@@ -136,11 +140,13 @@ class AutoShaper:
             ((p, i, node) for i, row in enumerate(survivals) for node, p in enumerate(row) if node),
             key=lambda one: -one[0],
         )
+        # A try must be one: until drafted rounds have been timed, there are drafts in them.
+        least = 0 if self._lanes[state.num_rows].knows_drafted else min(len(trees), len(ranked))
         best, kept, tokens = 0.0, 0, float(len(trees))
         for count in range(len(ranked) + 1):
             tokens += ranked[count - 1][0] if count else 0.0
             seconds = self._planned_draft_seconds + self._verify_seconds(state, len(trees) + count)
-            if tokens / seconds > best:
+            if count >= least and tokens / seconds > best:
                 best, kept = tokens / seconds, count
         chosen: list[list[int]] = [[0] for _ in trees]
         for _, i, node in ranked[:kept]:
@@ -156,7 +162,8 @@ class AutoShaper:
             self._plain_scale.add(outcome.verify_seconds, predicted)
             lane.plain.add(tokens, seconds)
             return
-        shape = outcome.plan.shape
+        shape, extra = outcome.plan.shape, num_nodes / state.num_rows - 1
+        self._usual_extra += (SMOOTHING if self._tree_scale.known else 1.0) * (extra - self._usual_extra)
         self._tree_scale.add(outcome.verify_seconds, predicted)
         self._draft_scale.add(
             outcome.draft_seconds, self._costs.draft_seconds(state.num_rows, shape.num_steps, shape.top_k)
@@ -182,9 +189,9 @@ class AutoShaper:
         if lane.knows_drafted:
             lane.wait = FIRST_WAIT
         lane.since_plain += 1
-        if lane.since_plain < (PLAIN_EVERY if lane.knows_plain else FIRST_PLAIN):
+        if lane.since_plain <= lane.plain_every:
             return False
-        lane.since_plain = 0
+        lane.since_plain, lane.plain_every = 0, min(PATIENCE * lane.plain_every, LONGEST_PLAIN)
         return True
 
     def _loses(self, lane: _Lane, state: RoundState, budget: Budget) -> bool:
@@ -196,6 +203,8 @@ class AutoShaper:
             plain = state.num_rows / (scale.value * seconds)
         if lane.knows_drafted:
             return lane.drafted.tokens_per_second < plain
+        if lane.drafted.seconds - lane.drafted.tokens / plain > LARGEST_LOSS * state.num_rows / plain:
+            return True
         # Predictions decide the first time only: what they leave out would keep speculation off for ever.
         return lane.tries == 0 and lane.drafted.num_rounds == 0 and budget.tokens_per_second < plain
 
@@ -223,8 +232,12 @@ class AutoShaper:
         return budget
 
     def _verify_seconds(self, state: RoundState, num_nodes: int) -> float:
-        scale = self._tree_scale if self._tree_scale.known else self._plain_scale
-        return scale.value * self._costs.verify_seconds(state.num_rows, num_nodes, state.context)
+        scale = self._tree_scale.value if self._tree_scale.known else self._plain_scale.value
+        if self._tree_scale.known and self._plain_scale.known:
+            # Between plain rounds and trees of the usual size, so that a wrong price of nodes is put right too.
+            share = (num_nodes / state.num_rows - 1) / max(self._usual_extra, 1e-9)
+            scale = self._plain_scale.value + min(share, 1.0) * (scale - self._plain_scale.value)
+        return scale * self._costs.verify_seconds(state.num_rows, num_nodes, state.context)
 
     def _draft_seconds(self, state: RoundState, num_steps: int, top_k: int) -> float:
         return self._draft_scale.value * self._costs.draft_seconds(state.num_rows, num_steps, top_k)

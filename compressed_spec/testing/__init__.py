@@ -9,6 +9,7 @@ from compressed_spec.testing.drafters import (
     random_tree,
     tree_around,
 )
+from compressed_spec.testing.markov import MarkovModel, cycle, mixed_table
 from compressed_spec.testing.models import (
     Reference,
     ReferenceState,
@@ -29,6 +30,7 @@ from compressed_spec.testing.state import (
 
 __all__ = [
     "AlternatingDrafter",
+    "MarkovModel",
     "OracleDrafter",
     "RandomDrafter",
     "Reference",
@@ -37,9 +39,11 @@ __all__ = [
     "WrongDrafter",
     "assert_near",
     "assert_same_state",
+    "cycle",
     "greedy_text",
     "live_rows",
     "live_state",
+    "mixed_table",
     "poison",
     "prefilled",
     "random_model",
