@@ -15,8 +15,8 @@ from compressed_spec import TokenTree, generate
 from compressed_spec.drafting import DraftPlan, ScoredTree
 from compressed_spec.drafting.base import usable_tree
 from compressed_spec.drafting.scoring import Scoring
+from compressed_spec.measure.calibrate import calibrate
 from compressed_spec.shaping import Calibration, FixedShaper, RoundOutcome, read_calibration
-from compressed_spec.shaping.calibrate import calibrate
 from compressed_spec.shaping.tracking import AcceptanceTracker
 from compressed_spec.testing import MarkovModel, RandomDrafter, cycle, mixed_table
 from compressed_spec.tree import TreeShape

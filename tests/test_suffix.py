@@ -93,7 +93,7 @@ def test_growth_is_linear() -> None:
 
 @functools.cache
 def some_cache() -> Cache:
-    return prefilled(random_model((0,), with_mtp=False), [[1]])
+    return prefilled(random_model((0,)), [[1]])
 
 
 def request_for(rows: list[int], roots: list[int], shape: TreeShape, scoring: Scoring | None = None) -> DraftRequest:

@@ -47,6 +47,6 @@ def make_drafter(drafter: str | Drafter, model: TargetModel) -> Drafter:
     if "." in drafter or ":" in drafter:
         return load_drafter(drafter, model)
     raise ValueError(
-        f"Unknown drafter {drafter!r}: use 'auto', 'mtp', 'dspark', 'ngram', 'suffix', or your own class's import path, "
-        "such as 'package.module:ClassName'."
+        f"Unknown drafter {drafter!r}: use 'auto', 'mtp', 'dspark', 'ngram', 'suffix', or the import path of a class "
+        "of your own, such as 'package.module:ClassName'."
     )

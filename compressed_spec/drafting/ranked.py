@@ -50,9 +50,7 @@ def ranked_trees(steps: Steps, request: DraftRequest, topology: Topology) -> lis
             laws = steps.descend(token_BN[:, next_nodes], next_slots)
     trees = []
     for row, max_depth in enumerate(request.max_depths):
-        kept = [
-            node for node, depth in enumerate(depths) if depth <= max_depth and score_BN[row, node] > float("-inf")
-        ]
+        kept = [node for node, depth in enumerate(depths) if depth <= max_depth and score_BN[row, node] > float("-inf")]
         new = {-1: -1} | {node: place for place, node in enumerate(kept)}
         trees.append(
             ScoredTree(

@@ -22,6 +22,7 @@ def best_budget(
 ) -> Budget:
     """The best topology of at least one draft node within the caps, the same for each of `num_rows` rows.
 
+    As in a head's best-first trees, a level has at most K nodes with children, and these at most K each.
     acceptance(depth, rank): from depth 1 and rank 0. seconds(shape): of a round of such trees, drafting included. For
     each depth limit, nodes come in descending order of survival, and every prefix of that order is weighed: a step of
     the drafter makes costs jump, so the first node that does not pay need not be the last that does.
@@ -29,11 +30,15 @@ def best_budget(
     best: Budget | None = None
     for limit in range(1, caps.num_steps + 1):
         parents, survival, depths = [-1], [1.0], [0]
-        num_children = [0]
+        num_children, num_expanded = [0], [0] * limit
         tokens, width = 1.0, 0
         heap = [(-acceptance(1, 0), 1, 0, 0)]
         while heap and len(parents) < caps.num_nodes:
             negative, depth, parent, rank = heapq.heappop(heap)
+            if rank == 0:
+                if num_expanded[depth - 1] == caps.top_k:
+                    continue
+                num_expanded[depth - 1] += 1
             node = len(parents)
             parents.append(parent)
             survival.append(-negative)

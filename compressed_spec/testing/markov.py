@@ -32,6 +32,7 @@ class MarkovModel(TargetModel):
             head_dim=1,
             compressions=(),
             head_layers=1,
+            head_shift=-1,
             num_streams=1,
             model_dim=self.vocab_size,
             dtype=torch.float64,
@@ -43,8 +44,8 @@ class MarkovModel(TargetModel):
         return torch.device("cpu")
 
     @property
-    def has_draft_head(self) -> bool:
-        return True
+    def own_drafter(self) -> str | None:
+        return "mtp"
 
     def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
         streams_TMD = self._one_hot(plan.tokens_T)

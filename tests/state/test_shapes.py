@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from compressed_spec import TokenTree, generate
-from compressed_spec.cache import Cache
-from compressed_spec.drafting import Drafter, DraftPlan, DraftRequest, MTPDrafter, NgramDrafter, SuffixDrafter
+from compressed_spec.drafting import Drafter, DraftPlan, DraftRequest, make_drafter
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.shaping import (
     AutoShaper,
     Calibration,
@@ -21,12 +21,20 @@ from compressed_spec.shaping import (
     Shaper,
     parse_shape,
 )
-from compressed_spec.testing import MarkovModel, OracleDrafter, Reference, cycle, prefilled, random_model
+from compressed_spec.testing import (
+    MarkovModel,
+    OracleDrafter,
+    Reference,
+    cycle,
+    greedy_text,
+    prefilled,
+    random_model,
+)
 from compressed_spec.tree import TreeShape
 
 COUNT = 24
 SHAPES = ["s3_k2_d6", "static", "optimal", "dynamic", "dynamic_file", "auto", "auto_timeless"]
-DRAFTERS = ["mtp", "ngram", "suffix"]
+DRAFTERS = ["mtp", "dspark", "ngram", "suffix"]
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 FREE = CostModel(verify=(1.0, 0.0, 0.0, 0.0, 0.0), draft=(0.0, 0.0, 0.0), num_experts=lambda nodes: 0.0)
 Shape = str | Shaper
@@ -67,12 +75,20 @@ def named(shape: str, folder: Path) -> Shape:
 
 
 @pytest.fixture(scope="module")
+def block() -> Reference:
+    """The stack of `mixed` with a DSpark head."""
+    return Reference(random_model((0, 4, 8), draft_head=DraftHeadKind.DSPARK, num_draft_layers=2))
+
+
+@pytest.fixture(scope="module")
 def prompts(text: list[int]) -> list[list[int]]:
     return [text[:9], text[:14], text[:5] * 3]
 
 
 @pytest.fixture(scope="module")
-def plain(mixed: Reference, prompts: list[list[int]]) -> dict[float, list[list[int]]]:
+def plain(mixed: Reference, block: Reference, prompts: list[list[int]]) -> dict[float, list[list[int]]]:
+    """Both models have the same random layers, hence one text."""
+    assert greedy_text(block.model, prompts[0], COUNT) == greedy_text(mixed.model, prompts[0], COUNT)
     return {
         temperature: [
             out.token_ids
@@ -96,6 +112,7 @@ def plain(mixed: Reference, prompts: list[list[int]]) -> dict[float, list[list[i
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_T12_every_drafter_in_every_shape(
     mixed: Reference,
+    block: Reference,
     prompts: list[list[int]],
     plain: dict[float, list[list[int]]],
     folder: Path,
@@ -105,7 +122,7 @@ def test_T12_every_drafter_in_every_shape(
 ) -> None:
     """Three requests in two rows."""
     outs = generate(
-        mixed.model,
+        (block if drafter == "dspark" else mixed).model,
         prompts,
         tree=named(shape, folder),
         drafter=drafter,
@@ -127,15 +144,16 @@ def test_T12_every_drafter_in_every_shape(
 
 @pytest.mark.parametrize("verifier", ["leviathan", "block", "traversal"])
 @pytest.mark.parametrize("shape", ["static", "optimal", "dynamic", "auto"])
+@pytest.mark.parametrize("drafter", ["mtp", "dspark"])
 def test_sampled_drafts_take_fixed_topologies_only(
-    mixed: Reference, text: list[int], folder: Path, verifier: str, shape: str
+    mixed: Reference, block: Reference, text: list[int], folder: Path, drafter: str, verifier: str, shape: str
 ) -> None:
     def run() -> list[int]:
         out = generate(
-            mixed.model,
+            (block if drafter == "dspark" else mixed).model,
             [text[:9]],
             tree=named(shape, folder),
-            drafter="mtp",
+            drafter=drafter,
             verifier=verifier,
             temperature=1.0,
             max_new_tokens=12,
@@ -248,22 +266,23 @@ class Listening:
 
 @pytest.mark.filterwarnings("ignore:None of .* tokens drafted")
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_T38_rounds_without_drafts_leave_nothing_to_catch_up(mixed: Reference, text: list[int], name: str) -> None:
+def test_T38_rounds_without_drafts_leave_nothing_to_catch_up(
+    mixed: Reference, block: Reference, text: list[int], name: str
+) -> None:
     """After rounds switched off, a drafter proposes what one that starts from the whole text proposes."""
+    model = (block if name == "dspark" else mixed).model
 
     def make() -> Drafter:
-        return {"mtp": MTPDrafter(mixed.model), "ngram": NgramDrafter(), "suffix": SuffixDrafter()}[name]
+        return make_drafter(name, model)
 
     listening = Listening(make())
     prompt = (text[:6] * 4)[:20]
     shape = TreeShape(num_steps=3, top_k=2, num_nodes=6)
-    out = generate(
-        mixed.model, [prompt], tree=Blinking(shape), drafter=listening, max_new_tokens=24, stop_token_ids=[]
-    )[0]
+    out = generate(model, [prompt], tree=Blinking(shape), drafter=listening, max_new_tokens=24, stop_token_ids=[])[0]
     assert out.stats.num_rounds_off >= 8
     assert len(listening.proposed) >= 4
     for so_far, tree, request in listening.proposed:
-        cache: Cache = prefilled(mixed.model, [so_far[:-1]])
+        cache = prefilled(model, [so_far[:-1]])
         fresh = make()
         fresh.start(0, so_far)
         (replayed,) = fresh.propose(
