@@ -12,15 +12,15 @@ import torch
 
 from compressed_spec.accepting import Context, Logprobs, accept, first_tokens, token_logprobs
 from compressed_spec.cache import Cache
-from compressed_spec.drafting.base import Drafter, DraftPlan, DraftRequest, SamplingDrafter, usable_tree
+from compressed_spec.drafting.base import Drafter, DraftPlan
 from compressed_spec.drafting.fit import proposal_for
-from compressed_spec.noise import gumbel_noise, seed_tensor
+from compressed_spec.proposing import Place, Proposer
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.shaping.base import FixedShaper, RoundOutcome, RoundState, Shaper
 from compressed_spec.stats import StageClock, StatsBuilder
 from compressed_spec.target import TargetModel
 from compressed_spec.tree import TokenTree, TreeShape
-from compressed_spec.verifying import Acceptance, DraftTree, Proposal, Verifier, draft_coins
+from compressed_spec.verifying import Acceptance, DraftTree, Proposal, Verifier
 
 StopCheck = Callable[[Sequence[int]], int | None]
 
@@ -66,6 +66,17 @@ class _Active:
     @property
     def remaining(self) -> int:
         return self.request.max_new_tokens - len(self.output_ids)
+
+    @property
+    def place(self) -> Place:
+        """Where its next tree grows; deeper nodes would be cut off, as a round emits one token more than it accepts."""
+        return Place(
+            row=self.row,
+            root=self.output_ids[-1],
+            position=len(self.request.prompt_ids) + len(self.output_ids),
+            max_depth=self.remaining - 1,
+            params=self.request.params,
+        )
 
     @property
     def context(self) -> Context:
@@ -117,7 +128,10 @@ class Decoder:
         self._model, self._cache, self._verifier = model, cache, verifier
         self._drafter = None if shaper is None else drafter
         self._shaper = None if drafter is None else shaper
-        self._proposal = proposal_for(verifier, drafter, None if shaper is None else shaper.largest)
+        self._proposer: Proposer | None = None
+        if drafter is not None and shaper is not None:
+            proposal = proposal_for(verifier, drafter, shaper.largest)
+            self._proposer = Proposer(cache, drafter, verifier, proposal, model.vocab_size)
         self._max_rows = min(cache.shape.batch_size, cache.shape.max_nodes // num_nodes)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._active: list[_Active] = []
@@ -298,12 +312,12 @@ class Decoder:
             self.stats[one.number].num_draft_errors += 1
 
     def _state(self, active: Sequence[_Active]) -> RoundState:
-        sampled = self._proposal is Proposal.SAMPLED and not all(a.request.params.is_greedy for a in active)
+        places = [a.place for a in active]
         return RoundState(
             num_rows=len(active),
-            context=sum(self._cache.lengths[a.row] for a in active) // len(active),
-            max_depth=max(a.remaining for a in active) - 1,
-            sampled=sampled,
+            context=sum(place.position - 1 for place in places) // len(active),
+            max_depth=max(place.max_depth for place in places),
+            sampled=self._proposer is not None and self._proposer.draws(places),
         )
 
     def _tell_shaper(
@@ -329,78 +343,20 @@ class Decoder:
         )
 
     def _draft(self, active: Sequence[_Active], state: RoundState, plan: DraftPlan | None) -> list[DraftTree]:
-        roots = [a.output_ids[-1] for a in active]
-        # Deeper nodes could only be cut off: a round emits one token more than it accepts.
-        max_depths = [a.remaining - 1 for a in active]
-        trees: list[TokenTree | DraftTree] = []
-        if plan is not None:
+        proposed: list[TokenTree | DraftTree] = []
+        if plan is not None and self._proposer is not None:
             try:
-                trees = list(self._propose(active, roots, max_depths, plan, state.sampled))
-                if strange := [tree for tree in trees if not isinstance(tree, TokenTree | DraftTree)]:
-                    trees = []
-                    raise TypeError(f"A drafter's propose must give TokenTree or DraftTree, not {strange[0]!r}.")
+                proposed = self._proposer.propose([a.place for a in active], plan)
             except Exception as error:
                 self._draft_error(error, active)
         drafts = []
-        for i, (root, max_depth) in enumerate(zip(roots, max_depths, strict=True)):
-            tree = trees[i] if i < len(trees) else TokenTree(tokens=[root], parents=[-1])
-            drafts.append(self._usable(tree, root, max_depth, 1 if plan is None else plan.shape.num_nodes))
+        for i, one in enumerate(active):
+            if i < len(proposed) and plan is not None and self._proposer is not None:
+                drafts.append(self._proposer.usable(proposed[i], one.place, plan.shape.num_nodes))
+            else:
+                root = TokenTree(tokens=[one.output_ids[-1]], parents=[-1])
+                drafts.append(DraftTree(tree=root, proposal=Proposal.DETERMINISTIC, fixed_topology=False))
         if plan is None or self._shaper is None or any(draft.proposal is Proposal.SAMPLED for draft in drafts):
             return drafts
         pruned = self._shaper.prune(state, [draft.tree for draft in drafts])
         return [replace(draft, tree=tree) for draft, tree in zip(drafts, pruned, strict=True)]
-
-    def _propose(
-        self,
-        active: Sequence[_Active],
-        roots: Sequence[int],
-        max_depths: Sequence[int],
-        plan: DraftPlan,
-        sampled: bool,
-    ) -> Sequence[TokenTree | DraftTree]:
-        assert self._drafter is not None
-        request = self._request(active, roots, max_depths, plan)
-        if not sampled:
-            return self._drafter.propose(request)
-        assert isinstance(self._drafter, SamplingDrafter)
-        coins = [draft_coins(a.request.params.seed, len(a.request.prompt_ids) + len(a.output_ids)) for a in active]
-        return self._drafter.propose_sampled(request, coins)
-
-    def _usable(self, draft: TokenTree | DraftTree, root: int, max_depth: int, max_nodes: int) -> DraftTree:
-        tree = draft.tree if isinstance(draft, DraftTree) else draft
-        vocab_size = self._model.vocab_size
-        if isinstance(draft, DraftTree) and draft.proposal is Proposal.SAMPLED:
-            self._verifier.check(draft)
-            # Nothing may be dropped from a sampled tree because of its values: it is taken whole or not at all.
-            fits = tree.tokens[0] == root and len(tree) <= max_nodes and max(tree.depths) <= max_depth
-            if fits and all(0 <= token < vocab_size for token in tree.tokens):
-                return draft
-            max_nodes = 1
-        tree = usable_tree(tree, root, vocab_size=vocab_size, max_nodes=max_nodes, max_depth=max_depth)
-        return DraftTree(tree=tree, proposal=Proposal.DETERMINISTIC, fixed_topology=False)
-
-    def _request(
-        self, active: Sequence[_Active], roots: Sequence[int], max_depths: Sequence[int], plan: DraftPlan
-    ) -> DraftRequest:
-        params = [a.request.params for a in active]
-        lengths = [self._cache.lengths[a.row] for a in active]
-        device = self._cache.device
-
-        def noise(depth: int) -> torch.Tensor:
-            positions_B = torch.tensor([length + depth for length in lengths], device=device)
-            noise_BV = gumbel_noise(seed_tensor([p.seed for p in params], device), positions_B, self._model.vocab_size)
-            greedy_B1 = torch.tensor([[p.is_greedy] for p in params], device=device)
-            return noise_BV.masked_fill_(greedy_B1, 0.0)
-
-        coupled = self._proposal is Proposal.COUPLED and not all(p.is_greedy for p in params)
-        return DraftRequest(
-            cache=self._cache,
-            rows=tuple(a.row for a in active),
-            roots=tuple(roots),
-            shape=plan.shape,
-            topology=plan.topology,
-            scoring=plan.scoring,
-            max_depths=tuple(max_depths),
-            temperatures=tuple(p.temperature for p in params),
-            noise=noise if coupled else None,
-        )

@@ -20,7 +20,7 @@ LAYERS = (
     {"models"},
     {"noise", "sampling_params", "processors", "sampling", "stats"},
     {"verifying", "drafting", "shaping"},
-    {"accepting", "decode"},
+    {"accepting", "proposing", "decode"},
     {"stopping", "prefix", "generate", "text", "chat", "streaming", "grammar", "hf", "hf_processors", "inspection"},
     {"__init__"},
     {"measure", "training", "testing", "numerics"},
