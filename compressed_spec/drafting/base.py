@@ -38,10 +38,11 @@ class ScoredTree(TokenTree):
     """A tree whose drafter says what it expects of it.
 
     survival: for each node, the estimated probability that the target's text runs through it; 1.0 at the root, and
-    never larger than the parent's. Raises ValueError if there is not one a node.
+    never larger than the parent's. Trees of the same nodes are equal whatever it is. Raises ValueError if there is not
+    one a node.
     """
 
-    survival: Sequence[float]
+    survival: Sequence[float] = field(compare=False)
 
     def __post_init__(self) -> None:
         TokenTree.__post_init__(self)
