@@ -132,7 +132,9 @@ def entry_meaning(row: int, comp: Compression, case: Case, closers: Sequence[int
     if row < 0:
         return None
     if row >= case.batch_size * per_sequence:
-        return ("node", closers[row - case.batch_size * per_sequence])
+        node = row - case.batch_size * per_sequence
+        assert node in closers
+        return ("node", node)
     sequence, index = divmod(row, per_sequence)
     assert index < case.starts[case.sequences.index(sequence)] // comp.ratio, f"entry {index} is not committed"
     return ("entry", sequence, index)
@@ -171,8 +173,7 @@ def test_T11_entries(case: Case) -> None:
         closers = [i for i, node in enumerate(nodes) if (node.position + 1) % ratio == 0]
         assert rows.slot_T.tolist() == [node.position % ratio for node in nodes]
         assert rows.entry_position_C.tolist() == [nodes[i].position // ratio * ratio for i in closers]
-        ranks = [closers.index(i) if i in closers else -1 for i in range(len(nodes))]
-        assert plan.closing_rank[comp.name].tolist() == ranks
+        assert rows.closing_slot_C.tolist() == closers
         for closer, pooled in zip(closers, rows.pool_rows_CS.tolist(), strict=True):
             node = nodes[closer]
             positions = range(node.position - comp.span + 1, node.position + 1)
