@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
+from compressed_spec.partial import Stopped
 from compressed_spec.rows import Ints, RowPlan
 from compressed_spec.tree import TokenTree
 
@@ -99,6 +100,7 @@ class Cache:
         self._lengths = [0] * shape.batch_size
         self._damaged: set[int] = set()
         self._ticket = object()
+        self._stopped: Stopped | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -131,8 +133,18 @@ class Cache:
 
     def next_ticket(self) -> object:
         """Begin a round: whatever was verified before can no longer be committed."""
-        self._ticket = object()
+        self._ticket, self._stopped = object(), None
         return self._ticket
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """Nodes that this round has taken through the first layers, for its verification to go on from."""
+        return self._stopped
+
+    def keep(self, stopped: Stopped, ticket: object) -> None:
+        """Remember them until another round begins. ticket: of the round in which all of them were processed."""
+        assert ticket is self._ticket, "another round has begun, and may have overwritten their rows"
+        self._stopped = stopped
 
     def commit(self, verify: Verification, paths: Sequence[Sequence[int]]) -> None:
         """Make the rows of the accepted nodes persistent, one path of node ids a tree (root first; may be empty).
