@@ -63,9 +63,9 @@ def generate(
     your own, or an object. temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams.
     seed: one a request, or an int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS,
     [] for none. stopping_criteria: transformers' (see `criteria_check`). verifier: "auto" (greedy, or coupled noise
-    above temperature 0) or a name that `make_verifier` knows. logprobs: "raw" for each token's log probability under the
-    model's logits, "filtered" under the law that it was drawn from. batch_size: rows decoded together; further prompts
-    wait.
+    above temperature 0) or a name that `make_verifier` knows. logprobs: "raw" for each token's log probability under
+    the model's logits, "filtered" under the law that it was drawn from. batch_size: rows decoded together; further
+    prompts wait.
 
     Raises ValueError for an option, prompt or combination that cannot be decoded exactly.
     """

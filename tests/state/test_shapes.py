@@ -34,7 +34,7 @@ from compressed_spec.tree import TreeShape
 
 COUNT = 24
 SHAPES = ["s3_k2_d6", "static", "optimal", "dynamic", "dynamic_file", "auto", "auto_timeless"]
-DRAFTERS = ["mtp", "dspark", "early-exit", "early-exit:2", "ngram", "suffix"]
+DRAFTERS = ["mtp", "dspark", "early-exit", "ngram", "suffix"]
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 FREE = CostModel(verify=(1.0, 0.0, 0.0, 0.0, 0.0), draft=(0.0, 0.0, 0.0), num_experts=lambda nodes: 0.0)
 Shape = str | Shaper
