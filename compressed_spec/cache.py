@@ -3,6 +3,7 @@
 L = layers, R = rows, D = row width
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
+from compressed_spec.partial import Stopped
 from compressed_spec.rows import Ints, RowPlan
 from compressed_spec.tree import TokenTree
 
@@ -45,20 +47,34 @@ class Snapshot:
 class Scratch:
     """Where one forward writes its nodes' rows.
 
-    In place by default. `out_of_place=True` builds persistent and scratch rows as a new tensor, so that autograd can
-    follow it: that is how the model is trained.
+    slot_T: the nodes' slots (a plan's), None for 0 .. T. In place by default. `out_of_place=True` builds persistent and
+    scratch rows as a new tensor, so that autograd can follow it: that is how the model is trained.
     """
 
-    def __init__(self, cache: "Cache", *, out_of_place: bool = False) -> None:
-        self._cache = cache
+    def __init__(self, cache: "Cache", slot_T: torch.Tensor | None = None, *, out_of_place: bool = False) -> None:
+        self._cache, self._slot_T = cache, slot_T
         self._out_of_place = out_of_place
 
-    def write(self, pool: str, layer: int, values_ND: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write scratch rows first .. first + N of a layer of a pool; returns all its rows `[R, D]`."""
+    def write(
+        self, pool: str, layer: int, values_ND: torch.Tensor, first: int = 0, *, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Write one row a node to a layer of a pool, or rows to `slots`; returns all its rows `[R, D]`.
+
+        first: slot of the first node, where the nodes lie one after the other.
+        """
         rows_RD, persistent = self._cache.pools[pool][layer], self._cache.num_persistent(pool)
+        values_ND, slots = values_ND.to(rows_RD.dtype), self._slot_T if slots is None else slots
         if self._out_of_place:
-            return torch.cat((rows_RD[:persistent], values_ND.to(rows_RD.dtype)))
-        rows_RD[persistent + first : persistent + first + len(values_ND)] = values_ND
+            if slots is not None:
+                num_slots = int(slots.max()) + 1 if len(slots) else 0
+                values_ND = values_ND.new_full((num_slots, values_ND.shape[1]), math.nan).index_copy(
+                    0, slots, values_ND
+                )
+            return torch.cat((rows_RD[:persistent], values_ND))
+        if slots is None:
+            rows_RD[persistent + first : persistent + first + len(values_ND)] = values_ND
+        else:
+            rows_RD[persistent:].index_copy_(0, slots, values_ND)
         return rows_RD
 
 
@@ -90,6 +106,7 @@ class Cache:
         self._lengths = [0] * shape.batch_size
         self._damaged: set[int] = set()
         self._ticket = object()
+        self._stopped: Stopped | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -125,8 +142,18 @@ class Cache:
 
     def next_ticket(self) -> object:
         """Begin a round: whatever was verified before can no longer be committed."""
-        self._ticket = object()
+        self._ticket, self._stopped = object(), None
         return self._ticket
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """Nodes that this round has taken through the first layers, for its verification to go on from."""
+        return self._stopped
+
+    def keep(self, stopped: Stopped, ticket: object) -> None:
+        """Remember them until another round begins. ticket: of the round in which all of them were processed."""
+        assert ticket is self._ticket, "another round has begun, and may have overwritten their rows"
+        self._stopped = stopped
 
     def commit(self, verify: Verification, paths: Sequence[Sequence[int]]) -> None:
         """Make the rows of the accepted nodes persistent, one path of node ids a tree (root first; may be empty).
@@ -167,15 +194,14 @@ class Cache:
         sources, targets = [], []
         for path in paths:
             nodes, position = path, plan.nodes.position_T[path] + pool.shift
-            source = path
+            source = plan.nodes.slot_T[path]
             if pool.addressing is Addressing.RING:
                 # A path longer than the ring leaves only its last rows.
                 keep = (np.arange(len(nodes)) >= len(nodes) - pool.per_sequence) & (position >= 0)
                 slot = position % pool.per_sequence
             elif pool.addressing is Addressing.ENTRIES:
                 assert pool.compression is not None
-                source = plan.closing_rank[pool.compression.name][path]
-                keep = source >= 0
+                keep = (position + 1) % pool.compression.ratio == 0
                 slot = position // pool.compression.ratio
             else:
                 keep = np.arange(len(nodes)) == len(nodes) - 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from compressed_spec.accepting import Logprobs
 from compressed_spec.decode import Chunk, Decoder, Request, StopCheck, check_request
 from compressed_spec.drafting import Drafter, make_drafter
-from compressed_spec.drafting.fit import takes_chains_only
+from compressed_spec.drafting.fit import num_target_nodes, takes_chains_only
 from compressed_spec.hf_processors import bind_processor, check_processors
 from compressed_spec.noise import request_seed
 from compressed_spec.sampling_params import LogitsProcessor, SamplingParams
@@ -72,13 +72,13 @@ def generate(
     """Continue prompts with tree speculation; the text does not depend on `tree`, `drafter` or the company.
 
     tree: "off", sN_kK_dD, "auto", another name that `parse_shape` lists, or an object. drafter: "auto" (the
-    checkpoint's head, else n-gram), "mtp", "dspark", "ngram", "suffix", the import path of a class of your own, or an
-    object. temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams. seed: one a
-    request, or an int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS, [] for none.
-    stopping_criteria: transformers' (see `criteria_check`). verifier: "auto" (greedy, or coupled noise above
-    temperature 0) or a name that `make_verifier` knows. logprobs: "raw" for each token's log probability under the
-    model's logits, "filtered" under the law that it was drawn from. batch_size: rows decoded together; further prompts
-    wait.
+    checkpoint's head, else n-gram), "mtp", "dspark", "early-exit", "ngram", "suffix", the import path of a class of
+    your own, or an object. temperature 0 is greedy; above it, and for the other sampling options, see SamplingParams.
+    seed: one a request, or an int from which request i derives its own. stop_token_ids: None for the checkpoint's EOS,
+    [] for none. stopping_criteria: transformers' (see `criteria_check`). verifier: "auto" (greedy, or coupled noise
+    above temperature 0) or a name that `make_verifier` knows. logprobs: "raw" for each token's log probability under
+    the model's logits, "filtered" under the law that it was drawn from. batch_size: rows decoded together; further
+    prompts wait.
 
     Raises ValueError for an option, prompt or combination that cannot be decoded exactly.
     """
@@ -196,7 +196,7 @@ def make_decoder(
     cache = model.new_cache(
         batch_size=batch_size,
         max_length=max_length,
-        max_nodes=batch_size * (1 if largest is None else largest.shape.num_nodes),
+        max_nodes=batch_size * num_target_nodes(helper, largest),
         max_draft_nodes=batch_size * (1 if largest is None else max(largest.num_draft_nodes, model.draft_block_size)),
     )
     decoder = Decoder(model, cache, drafter=helper, shape=shape, verifier=rule)

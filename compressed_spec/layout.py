@@ -1,8 +1,8 @@
 """Which state a model keeps, and where its rows lie: persistent rows first, this round's scratch rows after them.
 
 A pool is `[layers, rows, dim]`. Sequence b owns the persistent rows `b * per_sequence ...`: a ring by position, or an
-append-only list of compressed entries, or a single row. Scratch row i belongs to the round's node i, except in the
-lists of entries, where it belongs to the i-th node that closes a window.
+append-only list of compressed entries, or a single row. Every node of a round has a *slot*: its scratch row in every
+pool, that of the entry it closes (if it closes one) included.
 """
 
 from collections.abc import Iterator
@@ -164,10 +164,14 @@ class CacheShape:
             if getattr(self, name) < 1:
                 raise ValueError(f"A cache needs {name} of at least 1, got {getattr(self, name)}.")
 
+    @property
+    def num_slots(self) -> int:
+        """Nodes of the largest forward, and slots that a model's own layers have."""
+        return max(self.max_nodes, self.prefill_chunk)
+
     def num_scratch(self, pool: PoolSpec) -> int:
         """Scratch rows of a pool: one a node of the largest forward that writes it."""
-        largest = max(self.max_nodes, self.prefill_chunk)
-        return max(largest, self.max_draft_nodes) if pool.drafted else largest
+        return max(self.num_slots, self.max_draft_nodes) if pool.drafted else self.num_slots
 
     def nbytes(self, spec: StateSpec) -> int:
         """Bytes of all pools, reserved in full when a cache is made."""

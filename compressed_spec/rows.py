@@ -3,12 +3,14 @@
 It is made of host numbers (lengths and trees are known there) with numpy and moved to the device in one go, because a
 few dozen torch operations on tiny tensors cost more than the whole plan does in numpy.
 
+A node's slot is its scratch row in every pool; usually its flat index.
+
 T = nodes, A = deepest path, W = window, C = nodes that close a compressed window, S = tokens one entry pools,
 X = entries closed by a node's own ancestors in this round, K = entries a node lists
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,9 +24,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """The nodes of a forest, flat. `start_T` is the committed length of a node's sequence; the root lies at it.
+    """Nodes of a forest, flat, those of a sequence together. Their ancestors need not be among them.
 
-    `ancestors_TA[t, d]` is the scratch index of t's ancestor at depth d (itself at its own depth, -1 beyond).
+    start_T: committed length of a node's sequence; the root lies at it. ancestors_TA: `[t, d]` is the slot of t's
+    ancestor at depth d (its own at its own depth, -1 beyond).
     """
 
     sequence_T: Ints
@@ -35,6 +38,23 @@ class Nodes:
     @property
     def position_T(self) -> Ints:
         return self.start_T + self.depth_T
+
+    @property
+    def slot_T(self) -> Ints:
+        return np.take_along_axis(self.ancestors_TA, self.depth_T[:, None], axis=1)[:, 0]
+
+    def take(self, index: Ints | NDArray[np.bool_]) -> "Nodes":
+        """Some of them, by flat index or by mask."""
+        return Nodes(
+            sequence_T=self.sequence_T[index],
+            start_T=self.start_T[index],
+            depth_T=self.depth_T[index],
+            ancestors_TA=self.ancestors_TA[index],
+        )
+
+    def at(self, slots: Ints) -> "Nodes":
+        """The nodes of whole trees, in these slots instead of their flat indices."""
+        return replace(self, ancestors_TA=np.where(self.ancestors_TA < 0, -1, slots[self.ancestors_TA]))
 
 
 def locate(nodes: Nodes, positions_TX: Ints, ring: int, num_persistent: int) -> Ints:
@@ -58,7 +78,7 @@ def window_rows(nodes: Nodes, window: int, batch_size: int) -> Ints:
 
 
 def flatten(trees: Sequence[TokenTree], sequences: Sequence[int], starts: Sequence[int]) -> Nodes:
-    """The nodes of one tree a sequence, trees one after the other; scratch index = flat node index."""
+    """The nodes of one tree a sequence, trees one after the other; slot = flat index."""
     deepest = 0
     depths, blocks = [], []
     first = 0
@@ -95,13 +115,15 @@ def flatten(trees: Sequence[TokenTree], sequences: Sequence[int], starts: Sequen
 class CompressionPlan:
     """Rows of one compression.
 
-    pool_rows_CS: raw rows that each closing node pools. entry_position_C: RoPE position of the new entry.
+    pool_rows_CS: raw rows that each closing node pools. closing_slot_C: its slot, where the new entry goes.
+    entry_position_C: RoPE position of the entry.
     slot_T: position bias of each node's raw row. spans, extra_rows_TX, count_T, base_T: what a node may score (see
     kernels.indexer). listed_TK: all visible entries' rows, ascending; None when the indexer must choose among
     `num_visible`.
     """
 
     pool_rows_CS: torch.Tensor
+    closing_slot_C: torch.Tensor
     entry_position_C: torch.Tensor
     slot_T: torch.Tensor
     spans: tuple[tuple[int, int, int, int], ...]
@@ -117,7 +139,7 @@ class RowPlan:
     """All that one forward needs to know of where its nodes' state lies.
 
     parent_stream_T: row of the stream that precedes each node (its parent's, or the sequence's pending one).
-    closing_rank: by compression, each node's index among the closing nodes, -1 if it closes none (host, for commit).
+    slot_T: where the nodes' rows go, None for slots 0 .. T.
     """
 
     nodes: Nodes
@@ -126,7 +148,7 @@ class RowPlan:
     window_rows_TW: torch.Tensor
     parent_stream_T: torch.Tensor
     compressions: dict[str, CompressionPlan]
-    closing_rank: dict[str, Ints]
+    slot_T: torch.Tensor | None
 
 
 def _to_device(array: Ints, device: torch.device) -> torch.Tensor:
@@ -134,26 +156,20 @@ def _to_device(array: Ints, device: torch.device) -> torch.Tensor:
 
 
 def _plan_compression(
-    nodes: Nodes, comp: Compression, shape: CacheShape, rank_T: Ints, sizes: Sequence[int], device: torch.device
+    nodes: Nodes, comp: Compression, shape: CacheShape, ends: Ints, device: torch.device
 ) -> CompressionPlan:
     position_T, ratio, per_sequence = nodes.position_T, comp.ratio, comp.num_entries(shape.max_length)
-    closing_C = np.flatnonzero(rank_T >= 0)
-    closers = Nodes(
-        sequence_T=nodes.sequence_T[closing_C],
-        start_T=nodes.start_T[closing_C],
-        depth_T=nodes.depth_T[closing_C],
-        ancestors_TA=nodes.ancestors_TA[closing_C],
-    )
+    closers = nodes.take((position_T + 1) % ratio == 0)
     span_CS = closers.position_T[:, None] + np.arange(1 - comp.span, 1)
     base_T, count_T = nodes.sequence_T * per_sequence, nodes.start_T // ratio
     visible_T = (position_T + 1) // ratio
     num_visible = int(visible_T.max())
 
-    # Entry count + x was closed by the ancestor at its last position; its row is that ancestor's rank.
+    # Entry count + x was closed by the ancestor at its last position, and lies in that ancestor's slot.
     entry_TX = count_T[:, None] + np.arange(int((visible_T - count_T).max()))
     depth_TX = ((entry_TX + 1) * ratio - 1 - nodes.start_T[:, None]).clip(0, nodes.ancestors_TA.shape[1] - 1)
     closer_TX = np.take_along_axis(nodes.ancestors_TA, depth_TX, axis=1)
-    extra_TX = np.where(entry_TX < visible_T[:, None], shape.batch_size * per_sequence + rank_T[closer_TX], -1)
+    extra_TX = np.where(entry_TX < visible_T[:, None], shape.batch_size * per_sequence + closer_TX, -1)
 
     listed_TK = None
     if not comp.index_topk or num_visible <= comp.index_topk:
@@ -165,14 +181,14 @@ def _plan_compression(
             listed_TK = np.where(entry_K < count_T[:, None], listed_TK, own_TK)
         listed_TK = np.where(entry_K < visible_T[:, None], listed_TK, -1)
 
-    ends = np.cumsum(sizes)
     return CompressionPlan(
         pool_rows_CS=_to_device(locate(closers, span_CS, comp.span, shape.batch_size * comp.span), device),
+        closing_slot_C=_to_device(closers.slot_T, device),
         entry_position_C=_to_device(closers.position_T + 1 - ratio, device),
         slot_T=_to_device(position_T % ratio, device),
         spans=tuple(
-            (int(end - size), int(end), int(base_T[end - 1]), int(count_T[end - 1]))
-            for size, end in zip(sizes, ends, strict=True)
+            (int(first), int(end), int(base_T[first]), int(count_T[first]))
+            for first, end in zip([0, *ends[:-1]], ends, strict=True)
         ),
         base_T=_to_device(base_T, device),
         count_T=_to_device(count_T, device),
@@ -202,28 +218,33 @@ def make_plan(
     sequences: Sequence[int],
     starts: Sequence[int],
     device: torch.device,
+    *,
+    slots: Ints | None = None,
 ) -> RowPlan:
-    """The plan of one round: `trees[i]` grows from sequence `sequences[i]`, whose committed length is `starts[i]`."""
+    """The plan of one round: `trees[i]` grows from sequence `sequences[i]`, whose committed length is `starts[i]`.
+
+    slots: of all nodes, trees one after the other; by default a node's flat index.
+    """
     nodes = flatten(trees, sequences, starts)
-    position_T = nodes.position_T
+    tokens_T = np.concatenate([np.asarray(tree.tokens, dtype=np.int64) for tree in trees])
+    return plan_nodes(spec, shape, nodes if slots is None else nodes.at(slots), tokens_T, device)
+
+
+def plan_nodes(spec: StateSpec, shape: CacheShape, nodes: Nodes, tokens_T: Ints, device: torch.device) -> RowPlan:
+    """The plan of a forward over any nodes; ancestors that are not among them have been through it before."""
+    position_T, slot_T = nodes.position_T, nodes.slot_T
     parent_T = np.where(
         nodes.depth_T > 0,
         np.take_along_axis(nodes.ancestors_TA, (nodes.depth_T - 1).clip(0)[:, None], axis=1)[:, 0],
         -1,
     )
-
-    sizes = [len(tree) for tree in trees]
-    compressions, ranks = {}, {}
-    for comp in spec.compressions:
-        closes_T = (position_T + 1) % comp.ratio == 0
-        ranks[comp.name] = np.where(closes_T, np.cumsum(closes_T) - 1, -1)
-        compressions[comp.name] = _plan_compression(nodes, comp, shape, ranks[comp.name], sizes, device)
+    ends = np.append(np.flatnonzero(np.diff(nodes.sequence_T)) + 1, len(position_T))
     return RowPlan(
         nodes=nodes,
-        tokens_T=_to_device(np.concatenate([np.asarray(tree.tokens, dtype=np.int64) for tree in trees]), device),
+        tokens_T=_to_device(tokens_T, device),
         position_T=_to_device(position_T, device),
         window_rows_TW=_to_device(window_rows(nodes, spec.sliding_window, shape.batch_size), device),
         parent_stream_T=_to_device(np.where(parent_T < 0, nodes.sequence_T, shape.batch_size + parent_T), device),
-        compressions=compressions,
-        closing_rank=ranks,
+        compressions={comp.name: _plan_compression(nodes, comp, shape, ends, device) for comp in spec.compressions},
+        slot_T=None if np.array_equal(slot_T, np.arange(len(slot_T))) else _to_device(slot_T, device),
     )

@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from compressed_spec.cache import Cache, Scratch, Verification
 from compressed_spec.layout import CacheShape, StateSpec
-from compressed_spec.rows import RowPlan, make_plan
+from compressed_spec.partial import Claim, LayerStreams
+from compressed_spec.rows import RowPlan, make_plan, plan_nodes
 from compressed_spec.tree import TokenTree
 
 DEFAULT_CHUNK = 256
@@ -81,6 +83,18 @@ class TargetModel(nn.Module, ABC):
     @abstractmethod
     def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
         """Next-token logits `[T, V]` of streams, float32 or wider."""
+
+    def begin(self, plan: RowPlan) -> LayerStreams:
+        """`forward` in three parts: before the first layer."""
+        raise NotImplementedError("a model that cannot stop between its layers")
+
+    def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
+        """On through the layers up to `num_layers`, writing their rows."""
+        raise NotImplementedError("a model that cannot stop between its layers")
+
+    def finish(self, plan: RowPlan, scratch: Scratch, after: LayerStreams) -> torch.Tensor:
+        """What `forward` gives, from the last layer; writes the rows that are no layer's."""
+        raise NotImplementedError("a model that cannot stop between its layers")
 
     @property
     def own_drafter(self) -> str | None:
@@ -235,13 +249,30 @@ class TargetModel(nn.Module, ABC):
     def _run(
         self, cache: Cache, trees: Sequence[TokenTree], rows: Sequence[int], *, want_logits: bool
     ) -> tuple[Verification, torch.Tensor]:
-        ticket = cache.next_ticket()
+        claim = None if cache.stopped is None else cache.stopped.claim(trees, rows)
+        stopped, ticket = cache.stopped, cache.next_ticket()
         starts = [cache.lengths[row] for row in rows]
-        plan = make_plan(cache.spec, cache.shape, trees, rows, starts, cache.device)
-        streams_TMD = self(plan, Scratch(cache))
+        slots = None if claim is None else claim.slot_T
+        plan = make_plan(cache.spec, cache.shape, trees, rows, starts, cache.device, slots=slots)
+        if stopped is None or claim is None:
+            streams_TMD = self(plan, Scratch(cache))
+        else:
+            streams_TMD = self._go_on(cache, plan, trees, list(stopped.levels), claim)
         logits_TV = self.logits(streams_TMD) if want_logits else streams_TMD.new_empty((0, self.vocab_size))
         verify = Verification(trees=tuple(trees), rows=tuple(rows), logits=logits_TV, plan=plan, ticket=ticket)
         return verify, streams_TMD
+
+    def _go_on(
+        self, cache: Cache, plan: RowPlan, trees: Sequence[TokenTree], done: list[LayerStreams], claim: Claim
+    ) -> torch.Tensor:
+        """`forward` of trees some of whose nodes have gone through the first layers: `done`, as `claim` says."""
+        if claim.new_T.any():
+            tokens_N = np.asarray([token for tree in trees for token in tree.tokens])[claim.new_T]
+            new = plan_nodes(cache.spec, cache.shape, plan.nodes.take(claim.new_T), tokens_N, cache.device)
+            done = [*done, self.advance(new, Scratch(cache, new.slot_T), self.begin(new), done[0].num_layers)]
+        scratch = Scratch(cache, plan.slot_T)
+        before = LayerStreams.cat(done).take(torch.from_numpy(claim.source_T).to(cache.device))
+        return self.finish(plan, scratch, self.advance(plan, scratch, before, cache.spec.num_layers))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, RowPlan]:
         """Streams `[T, M, D]` of whole sequences in one differentiable chain pass, and their plan. For training."""

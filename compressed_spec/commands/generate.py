@@ -38,8 +38,8 @@ class GenerateCommand:
     tree: str = "s3_k2_d6"
     """"off", sN_kK_dD (draft steps, children a node, nodes), "auto", "dynamic", static:FILE or optimal_dD:FILE."""
     drafter: str = "auto"
-    """"auto" (the checkpoint's own head, else n-gram), "mtp", "dspark", "ngram", "suffix", or the import path of your
-    own class, such as package.module:Class."""
+    """"auto" (the checkpoint's own head, else n-gram), "mtp", "dspark", "early-exit" or "early-exit:LAYER", "ngram",
+    "suffix", or the import path of your own class, such as package.module:Class."""
     verifier: str = "auto"
     """How drafts are accepted above temperature 0: "auto", "coupled", "target", or, for drafts drawn from the head's
     law, "leviathan", "block" (chains) and "traversal"."""

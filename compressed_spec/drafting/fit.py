@@ -1,8 +1,9 @@
-"""Which kind of proposal a verifier needs, and whether a drafter can make it: refused before anything runs."""
+"""What verifier, drafter and cache ask of each other: refused, or provided for, before anything runs."""
 
 import torch
 
 from compressed_spec.drafting.base import Drafter, DraftPlan, SamplingDrafter
+from compressed_spec.drafting.early_exit import EarlyExitDrafter
 from compressed_spec.drafting.sampled import fixed_topology
 from compressed_spec.tree import TokenTree
 from compressed_spec.verifying import DraftTree, Proposal, Verifier
@@ -40,6 +41,14 @@ def proposal_for(verifier: Verifier, drafter: Drafter | None, plan: DraftPlan | 
     )
     verifier.check(example)
     return Proposal.SAMPLED
+
+
+def num_target_nodes(drafter: Drafter | None, plan: DraftPlan | None) -> int:
+    """Nodes of one row that the target's own layers must have room for in a round."""
+    if plan is None:
+        return 1
+    drafted = plan.num_draft_nodes if isinstance(drafter, EarlyExitDrafter) else 0
+    return max(plan.shape.num_nodes, drafted)
 
 
 def takes_chains_only(verifier: Verifier) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from compressed_spec.cache import Cache
 from compressed_spec.drafting.base import Drafter, DraftPlan, DraftRequest
+from compressed_spec.drafting.fit import num_target_nodes
 from compressed_spec.drafting.sampled import fixed_topology
 from compressed_spec.shaping.costs import CostModel, DraftSample, VerifySample, fit_costs
 from compressed_spec.target import TargetModel
@@ -39,7 +40,7 @@ def profile_costs(
     cache = model.new_cache(
         batch_size=batch_size,
         max_length=min(contexts[-1] + shape.num_nodes + 1, model.max_position_embeddings),
-        max_nodes=batch_size * shape.num_nodes,
+        max_nodes=batch_size * num_target_nodes(drafter, DraftPlan(shape=shape)),
         max_draft_nodes=batch_size * max(shape.num_draft_nodes, model.draft_block_size),
     )
     verify: list[VerifySample] = []

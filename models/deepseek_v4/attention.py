@@ -85,7 +85,7 @@ class Compressor(nn.Module):
         buffer_RD = scratch.write(self.buffer_pool, layer, torch.cat((self.wkv(x_wide), gate), dim=-1))
         pooled_CE = pool_windows(buffer_RD, plan.pool_rows_CS, overlap=self.overlap).to(self.precision.dtype)
         entries = apply_rope(self.norm(pooled_CE).unsqueeze(1), compression.entries.cos_NP, compression.entries.sin_NP)
-        return scratch.write(self.entry_pool, layer, entries.squeeze(1))
+        return scratch.write(self.entry_pool, layer, entries.squeeze(1), slots=plan.closing_slot_C)
 
 
 class Indexer(nn.Module):

@@ -20,6 +20,7 @@ from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
 from compressed_spec.models.deepseek_v4.state import state_spec
+from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
 from compressed_spec.target import BlockDraft, DraftBlock, DraftStep, TargetModel
 
@@ -93,6 +94,13 @@ class DeepseekV4(TargetModel, HyperConnected):
         )
 
     def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
+        return self.finish(plan, scratch, self.advance(plan, scratch, self.begin(plan), len(self.layers)))
+
+    def begin(self, plan: RowPlan) -> LayerStreams:
+        streams_TMD = self.embed(plan.tokens_T).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+        return LayerStreams(num_layers=0, streams={-1: streams_TMD})
+
+    def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
         main = rotation(self.get_buffer("rope_main"), plan.position_T)
         compress_frequencies = self.get_buffer("rope_compress")
         compress = rotation(compress_frequencies, plan.position_T)
@@ -100,11 +108,11 @@ class DeepseekV4(TargetModel, HyperConnected):
             name: CompressionRound(plan=comp, entries=rotation(compress_frequencies, comp.entry_position_C))
             for name, comp in plan.compressions.items()
         }
-        embedded_TD = self.embed(plan.tokens_T)
-        streams_TMD: torch.Tensor = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
-        mtp, dspark = self.mtp_head, self.dspark_head
-        kept: dict[int, torch.Tensor] = {}
-        for layer, (block, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+        read_by_head = () if self.dspark_head is None else self.dspark_head.settings.target_layer_ids
+        kept = {layer: streams for layer, streams in before.streams.items() if layer in read_by_head}
+        streams_TMD = before.newest
+        for layer in range(before.num_layers, num_layers):
+            block, spec = self.layers[layer], self.config.layers[layer]
             kind = compression_of(self.config, spec)
             here = AttentionRound(
                 rotation=main if kind is None else compress,
@@ -115,16 +123,21 @@ class DeepseekV4(TargetModel, HyperConnected):
                 compression=None if kind is None else rounds[kind.name],
             )
             streams_TMD = block(streams_TMD, plan.tokens_T, here)
-            if dspark is not None and layer in dspark.settings.target_layer_ids:
+            if layer in read_by_head:
                 kept[layer] = streams_TMD
+        return LayerStreams(num_layers=num_layers, streams=kept | {num_layers - 1: streams_TMD})
+
+    def finish(self, plan: RowPlan, scratch: Scratch, after: LayerStreams) -> torch.Tensor:
+        streams_TMD, mtp, dspark = after.newest, self.mtp_head, self.dspark_head
         if dspark is not None:
-            for stage, rows_TD in enumerate(dspark.kv_rows(kept, main)):
+            main = rotation(self.get_buffer("rope_main"), plan.position_T)
+            for stage, rows_TD in enumerate(dspark.kv_rows(after.streams, main)):
                 scratch.write("head_kv", stage, rows_TD)
         if mtp is not None:
             rows_RD = scratch.write("pending_stream", 0, streams_TMD.flatten(1))
             previous_TMD = rows_RD[plan.parent_stream_T].unflatten(-1, (self.config.hc_mult, -1))
             before = rotation(self.get_buffer("rope_main"), plan.position_T - 1)
-            scratch.write("head_kv", 0, mtp.kv_rows(previous_TMD, embedded_TD, before))
+            scratch.write("head_kv", 0, mtp.kv_rows(previous_TMD, self.embed(plan.tokens_T), before))
         return streams_TMD
 
     def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:

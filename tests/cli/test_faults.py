@@ -159,7 +159,7 @@ REFUSALS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--tree", "s3_k0_d4"], ("'s3_k0_d4'", "raise s and k to 1 or more")),
     (["--tree", "s1_k2_d9"], ("'s1_k2_d9' asks for 9 nodes", "between 2 and 3", "change d")),
     (["--tree", "s3_k2_d1"], ("'s3_k2_d1' asks for 1 nodes", "change d")),
-    (["--drafter", "eagle"], ("Unknown drafter 'eagle'", "use 'auto', 'mtp', 'dspark', 'ngram'")),
+    (["--drafter", "eagle"], ("Unknown drafter 'eagle'", "use 'auto', 'mtp', 'dspark', 'early-exit', 'ngram'")),
     (["--verifier", "typical"], ("Unknown verifier 'typical'", "'coupled', 'target'")),
     (["--verifier", "leviathan", "--temperature", "1"], ("'leviathan' takes chains only", "use 'traversal', or k1")),
     (["--verifier", "block", "--drafter", "ngram", "--tree", "s3_k1_d4"], ("'block'", "use 'coupled' or 'target'")),

@@ -33,6 +33,12 @@ def mixed() -> Reference:
 
 
 @pytest.fixture(scope="session")
+def deep() -> Reference:
+    """Two layers of each kind."""
+    return Reference(random_model((0, 4, 8, 4, 8, 0)))
+
+
+@pytest.fixture(scope="session")
 def text() -> list[int]:
     """What the sequences of most tests are prefixes of, so that they share their references."""
     return random_text(100)

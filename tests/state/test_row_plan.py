@@ -3,9 +3,11 @@
 A row is read back as what it holds: ("token", sequence, position) if committed, else ("node", flat index).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from compressed_spec import TokenTree
 from compressed_spec.layout import CacheShape, Compression, StateSpec
-from compressed_spec.rows import CompressionPlan, RowPlan, make_plan, selected_rows
+from compressed_spec.rows import CompressionPlan, Ints, RowPlan, make_plan, plan_nodes, selected_rows
 from compressed_spec.testing import Reference, assert_near
 
 MAX_LENGTH = 64
@@ -31,7 +33,7 @@ class Case:
     sequences: tuple[int, ...]
     starts: tuple[int, ...]
 
-    def plan(self) -> RowPlan:
+    def plan(self, slots: Ints | None = None, some: Ints | None = None) -> RowPlan:
         spec = StateSpec(
             sliding_window=self.window,
             num_layers=1,
@@ -47,7 +49,11 @@ class Case:
         shape = CacheShape(
             batch_size=self.batch_size, max_length=MAX_LENGTH, max_nodes=64, prefill_chunk=64, max_draft_nodes=64
         )
-        return make_plan(spec, shape, self.trees, self.sequences, self.starts, torch.device("cpu"))
+        device = torch.device("cpu")
+        whole = make_plan(spec, shape, self.trees, self.sequences, self.starts, device, slots=slots)
+        if some is None:
+            return whole
+        return plan_nodes(spec, shape, whole.nodes.take(some), whole.tokens_T.numpy()[some], device)
 
     def nodes(self) -> list["Node"]:
         nodes: list[Node] = []
@@ -132,7 +138,9 @@ def entry_meaning(row: int, comp: Compression, case: Case, closers: Sequence[int
     if row < 0:
         return None
     if row >= case.batch_size * per_sequence:
-        return ("node", closers[row - case.batch_size * per_sequence])
+        node = row - case.batch_size * per_sequence
+        assert node in closers
+        return ("node", node)
     sequence, index = divmod(row, per_sequence)
     assert index < case.starts[case.sequences.index(sequence)] // comp.ratio, f"entry {index} is not committed"
     return ("entry", sequence, index)
@@ -171,8 +179,7 @@ def test_T11_entries(case: Case) -> None:
         closers = [i for i, node in enumerate(nodes) if (node.position + 1) % ratio == 0]
         assert rows.slot_T.tolist() == [node.position % ratio for node in nodes]
         assert rows.entry_position_C.tolist() == [nodes[i].position // ratio * ratio for i in closers]
-        ranks = [closers.index(i) if i in closers else -1 for i in range(len(nodes))]
-        assert plan.closing_rank[comp.name].tolist() == ranks
+        assert rows.closing_slot_C.tolist() == closers
         for closer, pooled in zip(closers, rows.pool_rows_CS.tolist(), strict=True):
             node = nodes[closer]
             positions = range(node.position - comp.span + 1, node.position + 1)
@@ -209,3 +216,37 @@ def test_T11_root_sees_prefix_and_itself_only(mixed: Reference, text: list[int],
     for parents in ([-1], [-1, 0, 0, 0, 0], [-1, 0, 1, 2, 3], [-1, 0, 1, 1, 0]):
         tree = TokenTree(tokens=[text[start], 7, 8, 9, 10][: len(parents)], parents=parents)
         assert_near(mixed.model.verify(cache, [tree]).logits[0], expected, f"root of {parents}")
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), data=st.data())
+def test_T11_slots(case: Case, data: st.DataObject) -> None:
+    """In other slots the lists are the same but for the scratch rows they name, of some nodes as of all."""
+    plain, count = case.plan(), len(case.nodes())
+    slots = np.asarray(data.draw(st.permutations(range(count + 5)))[:count])
+    some = np.asarray(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
+    placed = case.plan(slots)
+    assert placed.slot_T is None or placed.slot_T.tolist() == slots.tolist()
+    assert placed.nodes.slot_T.tolist() == slots.tolist()
+    part = case.plan(slots, some)
+    assert part.nodes.slot_T.tolist() == slots[some].tolist()
+
+    def check(name: str, plain_rows: torch.Tensor, placed_rows: torch.Tensor, persistent: int) -> None:
+        moved = plain_rows.clone()
+        moved[plain_rows >= persistent] = torch.from_numpy(slots)[plain_rows[plain_rows >= persistent] - persistent]
+        moved[plain_rows >= persistent] += persistent
+        assert torch.equal(placed_rows, moved), name
+
+    num_rows = case.batch_size * case.window
+    check("window", plain.window_rows_TW, placed.window_rows_TW, num_rows)
+    check("part of the windows", plain.window_rows_TW[some], part.window_rows_TW, num_rows)
+    check("stream", plain.parent_stream_T, placed.parent_stream_T, case.batch_size)
+    for comp in case.compressions:
+        before, after, fewer = (plan.compressions[comp.name] for plan in (plain, placed, part))
+        check("pooled", before.pool_rows_CS, after.pool_rows_CS, case.batch_size * comp.span)
+        check("own entries", before.extra_rows_TX, after.extra_rows_TX, case.batch_size * (MAX_LENGTH // comp.ratio))
+        assert after.closing_slot_C.tolist() == slots[before.closing_slot_C.numpy()].tolist()
+        closing = set(after.closing_slot_C.tolist())
+        assert fewer.closing_slot_C.tolist() == [slot for slot in slots[some].tolist() if slot in closing]
+        grouped = itertools.groupby(plain.nodes.sequence_T[some].tolist())
+        assert [end - first for first, end, _, _ in fewer.spans] == [len(list(group)) for _, group in grouped]

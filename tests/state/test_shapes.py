@@ -34,7 +34,7 @@ from compressed_spec.tree import TreeShape
 
 COUNT = 18
 SHAPES = ["s3_k2_d6", "static", "optimal", "dynamic", "dynamic_file", "auto", "auto_timeless"]
-DRAFTERS = ["mtp", "dspark", "ngram", "suffix"]
+DRAFTERS = ["mtp", "dspark", "early-exit", "ngram", "suffix"]
 STATIC = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 FREE = CostModel(verify=(1.0, 0.0, 0.0, 0.0, 0.0), draft=(0.0, 0.0, 0.0), num_experts=lambda nodes: 0.0)
 Shape = str | Shaper
@@ -144,7 +144,7 @@ def test_T12_every_drafter_in_every_shape(
 
 @pytest.mark.parametrize("verifier", ["leviathan", "block", "traversal"])
 @pytest.mark.parametrize("shape", ["static", "optimal", "dynamic", "auto"])
-@pytest.mark.parametrize("drafter", ["mtp", "dspark"])
+@pytest.mark.parametrize("drafter", ["mtp", "dspark", "early-exit"])
 def test_sampled_drafts_take_fixed_topologies_only(
     mixed: Reference, block: Reference, text: list[int], folder: Path, drafter: str, verifier: str, shape: str
 ) -> None:
