@@ -4,6 +4,7 @@ Process i of n takes micro batches i, i + n, ... of an update; sums are made in 
 who is faster.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -58,8 +59,7 @@ class Replica:
     def gradients(self, stage: Stage) -> Report:
         parts: dict[str, float] = {}
         loads: dict[str, list[int]] = {}
-        if stage.quantize:
-            self._forward.weights.update(straight_through(self._parameters))
+        self._forward.weights.update(straight_through(self._parameters, quantize=stage.quantize))
         count = stage.micro_batches
         for number in range(count):
             batch = next(self._batches)
@@ -84,17 +84,18 @@ def _serve(
     sums: dict[str, torch.Tensor],
     pipe: Connection,
 ) -> None:
-    """A helper process: gradients for every stage that comes down the pipe, until None does."""
+    """A helper process: gradients for every stage from the pipe, until None comes or the main process ends."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium" if place.compile else "highest")
     replica = Replica(model, documents, recipe, place)
-    while (stage := pipe.recv()) is not None:
-        report = replica.gradients(stage)
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                sums[name].copy_(parameter.grad)
-                parameter.grad = None
-        pipe.send(report)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while (stage := pipe.recv()) is not None:
+            report = replica.gradients(stage)
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    sums[name].copy_(parameter.grad)
+                    parameter.grad = None
+            pipe.send(report)
 
 
 class Helpers:
@@ -121,6 +122,7 @@ class Helpers:
             place = Place(index=index, count=count, consumed=consumed, compile=compile)
             args = (model, documents, recipe, place, {n: t.detach() for n, t in sums.items()}, there)
             context.Process(target=_serve, args=args, daemon=True).start()
+            there.close()  # so that the end of this process is seen at the other end
             self._members.append((here, sums))
 
     def start(self, stage: Stage) -> None:

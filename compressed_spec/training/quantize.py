@@ -38,12 +38,16 @@ def rounded(name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def straight_through(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rounded values of the parameters that are stored quantised, with the gradient of the parameter itself."""
+def straight_through(parameters: Mapping[str, torch.Tensor], *, quantize: bool) -> dict[str, torch.Tensor]:
+    """Rounded values of the parameters that are stored quantised, with the gradient of the parameter itself.
+
+    Without `quantize` their own values, as tensors of the same kind: a compiled forward is not compiled anew when
+    rounding begins.
+    """
     result = {}
     for name, parameter in parameters.items():
         if is_fp4(name) or is_fp8(name):
             with torch.no_grad():
-                change = rounded(name, parameter.detach()) - parameter
+                change = rounded(name, parameter.detach()) - parameter if quantize else torch.zeros(())
             result[name] = parameter + change
     return result
