@@ -117,7 +117,7 @@ class CompressionPlan:
 
     pool_rows_CS: raw rows that each closing node pools. closing_slot_C: its slot, where the new entry goes.
     entry_position_C: RoPE position of the entry.
-    slot_T: position bias of each node's raw row. spans, extra_rows_TX, count_T, base_T: what a node may score (see
+    phase_T: position bias of each node's raw row. spans, extra_rows_TX, count_T, base_T: what a node may score (see
     kernels.indexer). listed_TK: all visible entries' rows, ascending; None when the indexer must choose among
     `num_visible`.
     """
@@ -125,7 +125,7 @@ class CompressionPlan:
     pool_rows_CS: torch.Tensor
     closing_slot_C: torch.Tensor
     entry_position_C: torch.Tensor
-    slot_T: torch.Tensor
+    phase_T: torch.Tensor
     spans: tuple[tuple[int, int, int, int], ...]
     base_T: torch.Tensor
     count_T: torch.Tensor
@@ -185,7 +185,7 @@ def _plan_compression(
         pool_rows_CS=_to_device(locate(closers, span_CS, comp.span, shape.batch_size * comp.span), device),
         closing_slot_C=_to_device(closers.slot_T, device),
         entry_position_C=_to_device(closers.position_T + 1 - ratio, device),
-        slot_T=_to_device(position_T % ratio, device),
+        phase_T=_to_device(position_T % ratio, device),
         spans=tuple(
             (int(first), int(end), int(base_T[first]), int(count_T[first]))
             for first, end in zip([0, *ends[:-1]], ends, strict=True)

@@ -81,7 +81,7 @@ class Compressor(nn.Module):
         """Write the raw rows and the new entries of these nodes; returns all entry rows of the layer `[R, E]`."""
         plan = compression.plan
         x_wide = x_TD.to(self.precision.wide)
-        gate = self.wgate(x_wide) + self.ape[plan.slot_T]
+        gate = self.wgate(x_wide) + self.ape[plan.phase_T]
         buffer_RD = scratch.write(self.buffer_pool, layer, torch.cat((self.wkv(x_wide), gate), dim=-1))
         pooled_CE = pool_windows(buffer_RD, plan.pool_rows_CS, overlap=self.overlap).to(self.precision.dtype)
         entries = apply_rope(self.norm(pooled_CE).unsqueeze(1), compression.entries.cos_NP, compression.entries.sin_NP)

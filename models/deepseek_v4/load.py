@@ -1,5 +1,6 @@
 """From a checkpoint folder or hub id to a model that decodes."""
 
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.weights import load_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
+DEMO = Path(str(files("compressed_spec"))) / "assets" / "demo"
 
 
 def load_model(

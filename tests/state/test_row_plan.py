@@ -177,7 +177,7 @@ def test_T11_entries(case: Case) -> None:
     for comp in case.compressions:
         rows, ratio = plan.compressions[comp.name], comp.ratio
         closers = [i for i, node in enumerate(nodes) if (node.position + 1) % ratio == 0]
-        assert rows.slot_T.tolist() == [node.position % ratio for node in nodes]
+        assert rows.phase_T.tolist() == [node.position % ratio for node in nodes]
         assert rows.entry_position_C.tolist() == [nodes[i].position // ratio * ratio for i in closers]
         assert rows.closing_slot_C.tolist() == closers
         for closer, pooled in zip(closers, rows.pool_rows_CS.tolist(), strict=True):

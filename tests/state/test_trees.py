@@ -94,7 +94,7 @@ def test_T09_depth_counts_and_not_the_index(reference: Reference, text: list[int
         assert int(verify.plan.position_T[node]) == start + depth
         assert_near(verify.logits[node], alone.logits[depth], f"depth {depth}")
         for name, plan in verify.plan.compressions.items():
-            assert int(plan.slot_T[node]) == (start + depth) % int(name[3:])
+            assert int(plan.phase_T[node]) == (start + depth) % int(name[3:])
 
 
 @pytest.mark.parametrize("start", [3, 9, 12])
