@@ -241,7 +241,7 @@ def texts() -> list[Document]:
 
 
 def test_rows_begin_with_a_document_and_prompts_weigh_less() -> None:
-    tokenizer = train_tokenizer(texts(), 290)
+    tokenizer = train_tokenizer(texts(), 280)
     encoded = encode(texts(), tokenizer)
     bos, eos = tokenizer.token_to_id(BOS_TOKEN), tokenizer.token_to_id(EOS_TOKEN)
     assert all(item.ids[0] == bos and item.ids[-1] == eos for item in encoded)
@@ -262,7 +262,7 @@ def test_batches_can_be_skipped_for_resuming() -> None:
 
 
 def test_a_prompts_ids_are_the_start_of_its_documents() -> None:
-    tokenizer = train_tokenizer(texts(), 290)
+    tokenizer = train_tokenizer(texts(), 280)
     for text, item in zip(texts(), encode(texts(), tokenizer), strict=True):
         assert tokenizer.encode(text.prompt).ids == item.ids[: item.prompt_length]
         assert tokenizer.decode(item.ids) == text.prompt + text.completion
@@ -283,8 +283,8 @@ def test_only_train_parts_are_read(tmp_path: Path) -> None:
 
 
 def test_an_export_loads_with_every_weight_as_it_was_rounded(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(texts(), 290)
-    config = small_config(vocab_size=290)
+    tokenizer = train_tokenizer(texts(), 280)
+    config = small_config(vocab_size=280)
     model = DeepseekV4(parse_config(config), draft_head=DraftHeadKind.MTP, dtype=torch.float32)
     model.load_state_dict(random_model(config).state_dict())
     export_checkpoint(model, config, tokenizer, tmp_path, "# A card\n")
