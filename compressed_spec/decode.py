@@ -14,6 +14,7 @@ from compressed_spec.accepting import Context, Logprobs, accept, first_tokens, t
 from compressed_spec.cache import Cache
 from compressed_spec.drafting.base import Drafter, DraftPlan
 from compressed_spec.drafting.fit import proposal_for
+from compressed_spec.processors import check_ids
 from compressed_spec.proposing import Place, Proposer
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.shaping.base import FixedShaper, RoundOutcome, RoundState, Shaper
@@ -96,7 +97,8 @@ def check_request(model: TargetModel, request: Request) -> None:
     if not isinstance(request.max_new_tokens, int) or request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be an int of at least 1, got {request.max_new_tokens!r}.")
     model.check_tokens(request.prompt_ids)
-    model.check_tokens([*(request.params.logit_bias or ()), *(request.params.allowed_token_ids or ())])
+    check_ids("logit_bias", request.params.logit_bias or (), model.vocab_size)
+    check_ids("allowed_token_ids", request.params.allowed_token_ids or (), model.vocab_size)
     if len(request.prompt_ids) + request.max_new_tokens - 1 > model.max_position_embeddings:
         raise ValueError(
             f"A prompt of {len(request.prompt_ids)} tokens and {request.max_new_tokens} new ones go beyond the model's "

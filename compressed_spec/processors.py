@@ -68,7 +68,7 @@ def _process_node(scores_V: Tensor, params: SamplingParams, history: NodeHistory
 
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-        _check_ids("logit_bias", params.logit_bias, vocab_size)
+        check_ids("logit_bias", params.logit_bias, vocab_size)
         bias = torch.tensor(list(params.logit_bias.values()), dtype=scores_V.dtype, device=device)
         scores_V = scores_V.index_add(0, biased, bias)
 
@@ -77,7 +77,7 @@ def _process_node(scores_V: Tensor, params: SamplingParams, history: NodeHistory
         scores_V = scores_V.index_fill(0, eos, -math.inf)
 
     if params.allowed_token_ids is not None:
-        _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
         allowed = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=device)
         scores_V = torch.full_like(scores_V, -math.inf).index_copy(0, allowed, scores_V[allowed])
 
@@ -98,7 +98,10 @@ def _in_vocabulary(token_ids: set[int], vocab_size: int) -> list[int]:
     return sorted(i for i in token_ids if 0 <= i < vocab_size)
 
 
-def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise ValueError if an option of this name holds a token id beyond the vocabulary."""
     for token_id in token_ids:
         if token_id >= vocab_size:
-            raise ValueError(f"{name} names token {token_id}, but the vocabulary ends at {vocab_size - 1}.")
+            raise ValueError(
+                f"{name} names token {token_id}, but the vocabulary ends at {vocab_size - 1}: leave it out."
+            )

@@ -130,4 +130,5 @@ def _measured(gate: GateResult | None) -> str:
 | answers that end in `#### number` | {100 * gate.well_formed:.1f} % | >= 80 % |
 | answers with a loop (8 tokens, four times or more) | {100 * gate.looping:.1f} % | < 5 % |
 | tokens a round, MTP chain `{CHAIN}`, bonus counted | {gate.acceptance_length:.2f} | >= 2.5 |
+| the same, of answers without a loop | {gate.acceptance_without_loops:.2f} | |
 | answers that are right | {100 * gate.correct:.1f} % | |"""

@@ -19,13 +19,17 @@ _FINAL = re.compile(r"#### -?[\d,]+(\.\d+)?$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """Shares of greedy answers that end in `#### number`, hold a degenerate loop, or are right; tokens a round."""
+    """Shares of greedy answers that end in `#### number`, hold a degenerate loop, or are right; tokens a round.
+
+    acceptance_without_loops: tokens a round of the answers that do not loop, because loops are easy to draft.
+    """
 
     num_prompts: int
     well_formed: float
     looping: float
     correct: float
     acceptance_length: float
+    acceptance_without_loops: float
 
     @property
     def passed(self) -> bool:
@@ -52,7 +56,7 @@ def measure_gate(folder: Path, prompts: Sequence[str], answers: Sequence[str], *
         raise ValueError("The gate needs at least one prompt: give some.")
     model, tokenizer = load_model(folder, progress=False), load_tokenizer(folder)
     prompts_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    well_formed = looping = correct = tokens = rounds = 0
+    well_formed = looping = correct = tokens = rounds = sound_tokens = sound_rounds = 0
     batch = 8
     for start in tqdm(range(0, len(prompts), batch), desc="answering", disable=None if progress else True):
         results = generate(
@@ -67,15 +71,20 @@ def measure_gate(folder: Path, prompts: Sequence[str], answers: Sequence[str], *
             text = tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
             finished = result.finish_reason == "stop" and is_well_formed(text)
             well_formed += finished
-            looping += has_loop(result.token_ids)
+            loops = has_loop(result.token_ids)
+            looping += loops
             correct += finished and text.rsplit("#### ", 1)[-1] == answer.rsplit("#### ", 1)[-1].strip()
             tokens += len(result.token_ids) - 1  # the first one comes from the prefill
             rounds += result.stats.num_rounds
+            if not loops:
+                sound_tokens += len(result.token_ids) - 1
+                sound_rounds += result.stats.num_rounds
     count = len(prompts)
     return GateResult(
         num_prompts=count,
         well_formed=well_formed / count,
         looping=looping / count,
         correct=correct / count,
-        acceptance_length=tokens / rounds,
+        acceptance_length=tokens / max(rounds, 1),
+        acceptance_without_loops=sound_tokens / max(sound_rounds, 1),
     )
