@@ -118,6 +118,19 @@ class SamplingDrafter(Drafter, Protocol):
         ...
 
 
+class StatelessDrafter:
+    """For drafters that draft from the cache alone: of a request they have nothing to remember."""
+
+    def start(self, row: int, token_ids: Sequence[int]) -> None:
+        pass
+
+    def observe(self, row: int, token_ids: Sequence[int]) -> None:
+        pass
+
+    def release(self, row: int) -> None:
+        pass
+
+
 def usable_tree(tree: TokenTree, root: int, *, vocab_size: int, max_nodes: int, max_depth: int) -> TokenTree:
     """The part of a proposed tree that may be verified: the root alone if it starts from another token.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from compressed_spec.cache import Scratch
-from compressed_spec.drafting.base import DraftRequest, ScoredTree
+from compressed_spec.drafting.base import DraftRequest, ScoredTree, StatelessDrafter
 from compressed_spec.drafting.best_first import best_first_trees
 from compressed_spec.drafting.ranked import ranked_trees
 from compressed_spec.drafting.sampled import sampled_trees
@@ -80,7 +80,7 @@ class BlockSteps:
         return Laws(log_q_BFV=log_q_BFV, closed_BF=closed_BF)
 
 
-class DSparkDrafter:
+class DSparkDrafter(StatelessDrafter):
     """Drafts with `mtp.0 ..`. Its rows for committed tokens come from verification, so it keeps no state of its own.
 
     The block is as long as the checkpoint's, whatever the tree, which reaches no deeper. confidence_threshold: in
@@ -94,15 +94,6 @@ class DSparkDrafter:
         if not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold is a probability below 1, got {confidence_threshold}.")
         self._model, self._threshold = model, confidence_threshold
-
-    def start(self, row: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def observe(self, row: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def release(self, row: int) -> None:
-        pass
 
     @torch.no_grad()
     def propose_sampled(self, request: DraftRequest, coins: Sequence[Coins]) -> list[DraftTree]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from compressed_spec.cache import Scratch
-from compressed_spec.drafting.base import DraftRequest, ScoredTree
+from compressed_spec.drafting.base import DraftRequest, ScoredTree, StatelessDrafter
 from compressed_spec.drafting.best_first import best_first_trees
 from compressed_spec.drafting.ranked import ranked_trees
 from compressed_spec.drafting.sampled import sampled_trees
@@ -77,7 +77,7 @@ class EarlyExitSteps:
         return Laws(log_q_BFV=law_at(logits_BFV, self._request.temperatures))
 
 
-class EarlyExitDrafter:
+class EarlyExitDrafter(StatelessDrafter):
     """Drafts with the first `exit_layer` layers, by default a third of them, and the model's own output head.
 
     It keeps no state of its own, and needs no head. Verified nodes that it processed skip those layers, so that a round
@@ -96,15 +96,6 @@ class EarlyExitDrafter:
                 f"{remedy}."
             )
         self._model, self.exit_layer = model, exit_layer
-
-    def start(self, row: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def observe(self, row: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def release(self, row: int) -> None:
-        pass
 
     @torch.no_grad()
     def propose_sampled(self, request: DraftRequest, coins: Sequence[Coins]) -> list[DraftTree]:

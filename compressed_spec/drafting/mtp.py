@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from compressed_spec.drafting.base import DraftRequest, ScoredTree
+from compressed_spec.drafting.base import DraftRequest, ScoredTree, StatelessDrafter
 from compressed_spec.drafting.best_first import best_first_trees
 from compressed_spec.drafting.head import HeadSteps
 from compressed_spec.drafting.ranked import ranked_trees
@@ -14,7 +14,7 @@ from compressed_spec.target import TargetModel
 from compressed_spec.verifying import Coins, DraftTree
 
 
-class MTPDrafter:
+class MTPDrafter(StatelessDrafter):
     """Drafts with `mtp.0`. Its rows for committed tokens come from verification, so it keeps no state of its own.
 
     Raises ValueError if the model has no such head.
@@ -23,15 +23,6 @@ class MTPDrafter:
     def __init__(self, model: TargetModel) -> None:
         require_head(model, "mtp")
         self._model = model
-
-    def start(self, row: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def observe(self, row: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def release(self, row: int) -> None:
-        pass
 
     @torch.no_grad()
     def propose_sampled(self, request: DraftRequest, coins: Sequence[Coins]) -> list[DraftTree]:
