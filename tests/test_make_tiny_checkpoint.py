@@ -107,7 +107,7 @@ def test_vocabulary_too_small_for_a_tokenizer(tmp_path: Path) -> None:
 
 def test_the_model_is_worth_testing_with(tmp_path: Path) -> None:
     """Logits neither flat nor certain, and greedy text that wanders."""
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_checkpoint(tmp_path), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_checkpoint(tmp_path), dtype=torch.float32).float()
     prompt = torch.randint(8, 384, (1, 140), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = model(prompt).logits
