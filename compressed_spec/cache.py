@@ -4,12 +4,13 @@ L = layers, R = rows, D = row width
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
 from compressed_spec.partial import Stopped
 from compressed_spec.rows import Ints, RowPlan
@@ -76,6 +77,26 @@ class Scratch:
         else:
             rows_RD[persistent:].index_copy_(0, slots, values_ND)
         return rows_RD
+
+    def of_layer(self, layers: Mapping[str, int], rows: Mapping[str, torch.Tensor]) -> LayerScratch:
+        """The layer's rows in each of these pools, for nodes that write to these `rows` (see `row_ids`)."""
+        return LayerScratch(
+            pools={pool: self._cache.pools[pool][layer] for pool, layer in layers.items()},
+            rows={pool: rows[pool] for pool in layers},
+        )
+
+    def has(self, pool: str) -> bool:
+        """Whether there is a pool of this name."""
+        return pool in self._cache.pools
+
+    def row_ids(self, pool: str, slots: torch.Tensor) -> torch.Tensor:
+        """Rows of a pool that `write` would write for these slots."""
+        return slots + self._cache.num_persistent(pool)
+
+    def rows(self, pool: str, layer: int) -> torch.Tensor:
+        """All rows of a layer of a pool `[R, D]`, where this forward has none to write."""
+        rows_RD = self._cache.pools[pool][layer]
+        return rows_RD[: self._cache.num_persistent(pool)] if self._out_of_place else rows_RD
 
 
 class Cache:

@@ -21,6 +21,8 @@ from compressed_spec.tree import TokenTree
 
 Ints = NDArray[np.int64]
 
+MIN_COLUMNS = 2  # of a list: the rows of a narrower one have no stride that compiled code could rely on
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
@@ -112,14 +114,27 @@ def flatten(trees: Sequence[TokenTree], sequences: Sequence[int], starts: Sequen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The entries in each node's sight: the `count` committed ones from row `base` on, then its own.
+
+    extra_rows_TX: rows of the entries that its ancestors closed in this round, -1 = nothing. entry_N: 0 .. of the
+    entries that any node sees.
+    """
+
+    base_T: torch.Tensor
+    count_T: torch.Tensor
+    extra_rows_TX: torch.Tensor
+    entry_N: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionPlan:
     """Rows of one compression.
 
     pool_rows_CS: raw rows that each closing node pools. closing_slot_C: its slot, where the new entry goes.
     entry_position_C: RoPE position of the entry.
-    phase_T: position bias of each node's raw row. spans, extra_rows_TX, count_T, base_T: what a node may score (see
-    kernels.indexer). listed_TK: all visible entries' rows, ascending; None when the indexer must choose among
-    `num_visible`.
+    phase_T: position bias of each node's raw row. spans, reach: what a node may score (see kernels.indexer).
+    listed_TK: all visible entries' rows, ascending; None when the indexer must choose among `num_visible`.
     """
 
     pool_rows_CS: torch.Tensor
@@ -127,9 +142,7 @@ class CompressionPlan:
     entry_position_C: torch.Tensor
     phase_T: torch.Tensor
     spans: tuple[tuple[int, int, int, int], ...]
-    base_T: torch.Tensor
-    count_T: torch.Tensor
-    extra_rows_TX: torch.Tensor
+    reach: Reach
     num_visible: int
     listed_TK: torch.Tensor | None
 
@@ -152,7 +165,10 @@ class RowPlan:
 
 
 def _to_device(array: Ints, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    # Copied, and an empty one made by torch: numpy gives axes of length 0 and 1 any stride that it likes, and compiled
+    # code takes strides at their word.
+    tensor = torch.from_numpy(array.copy()) if array.size else torch.empty(array.shape, dtype=torch.int64)
+    return tensor.to(device, non_blocking=True)
 
 
 def _plan_compression(
@@ -166,19 +182,18 @@ def _plan_compression(
     num_visible = int(visible_T.max())
 
     # Entry count + x was closed by the ancestor at its last position, and lies in that ancestor's slot.
-    entry_TX = count_T[:, None] + np.arange(int((visible_T - count_T).max()))
+    entry_TX = count_T[:, None] + np.arange(max(MIN_COLUMNS, int((visible_T - count_T).max())))
     depth_TX = ((entry_TX + 1) * ratio - 1 - nodes.start_T[:, None]).clip(0, nodes.ancestors_TA.shape[1] - 1)
     closer_TX = np.take_along_axis(nodes.ancestors_TA, depth_TX, axis=1)
     extra_TX = np.where(entry_TX < visible_T[:, None], shape.batch_size * per_sequence + closer_TX, -1)
 
     listed_TK = None
     if not comp.index_topk or num_visible <= comp.index_topk:
-        entry_K = np.arange(num_visible)
+        entry_K = np.arange(max(MIN_COLUMNS, num_visible))
         listed_TK = base_T[:, None] + entry_K
-        if entry_TX.shape[1]:
-            own_TK = (entry_K - count_T[:, None]).clip(0, entry_TX.shape[1] - 1)
-            own_TK = np.take_along_axis(extra_TX, own_TK, axis=1)
-            listed_TK = np.where(entry_K < count_T[:, None], listed_TK, own_TK)
+        own_TK = (entry_K - count_T[:, None]).clip(0, entry_TX.shape[1] - 1)
+        own_TK = np.take_along_axis(extra_TX, own_TK, axis=1)
+        listed_TK = np.where(entry_K < count_T[:, None], listed_TK, own_TK)
         listed_TK = np.where(entry_K < visible_T[:, None], listed_TK, -1)
 
     return CompressionPlan(
@@ -190,25 +205,24 @@ def _plan_compression(
             (int(first), int(end), int(base_T[first]), int(count_T[first]))
             for first, end in zip([0, *ends[:-1]], ends, strict=True)
         ),
-        base_T=_to_device(base_T, device),
-        count_T=_to_device(count_T, device),
-        extra_rows_TX=_to_device(extra_TX, device),
+        reach=Reach(
+            base_T=_to_device(base_T, device),
+            count_T=_to_device(count_T, device),
+            extra_rows_TX=_to_device(extra_TX, device),
+            entry_N=_to_device(np.arange(num_visible), device),
+        ),
         num_visible=num_visible,
         listed_TK=None if listed_TK is None else _to_device(listed_TK, device),
     )
 
 
-def selected_rows(plan: CompressionPlan, entries_TK: torch.Tensor) -> torch.Tensor:
-    """Rows of the entries that the indexer chose, by index: committed ones from the base on, later ones the node's own.
-
-    -1 stays -1.
-    """
-    own_TK = entries_TK - plan.count_T.unsqueeze(1)
-    rows_TK = plan.base_T.unsqueeze(1) + entries_TK
-    if plan.extra_rows_TX.shape[1]:
-        extra_TK = plan.extra_rows_TX.gather(1, own_TK.clamp(0, plan.extra_rows_TX.shape[1] - 1))
-        rows_TK = torch.where(own_TK < 0, rows_TK, extra_TK)
-    return torch.where(entries_TK < 0, -1, rows_TK)
+def selected_rows(reach: Reach, entries_TK: torch.Tensor) -> torch.Tensor:
+    """Rows of entries, by index: committed ones from the base on, later ones the node's own. -1 where it sees none."""
+    own_TK, num_extra = entries_TK - reach.count_T.unsqueeze(1), reach.extra_rows_TX.shape[1]
+    rows_TK = reach.base_T.unsqueeze(1) + entries_TK
+    extra_TK = reach.extra_rows_TX.gather(1, own_TK.clamp(min=0).clamp(max=num_extra - 1))
+    rows_TK = torch.where(own_TK < 0, rows_TK, extra_TK)
+    return torch.where((entries_TK < 0) | (own_TK >= num_extra), -1, rows_TK)
 
 
 def make_plan(

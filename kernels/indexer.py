@@ -44,6 +44,16 @@ def index_scores(
     return scores_TN
 
 
+def gathered_index_scores(
+    q_THI: torch.Tensor, weights_TH: torch.Tensor, keys_RI: torch.Tensor, rows_TN: torch.Tensor
+) -> torch.Tensor:
+    """`index_scores` where each node's keys are listed, `[T, N]` rows in the order of entries (-1 = not in sight)."""
+    keys_TNI = gather_rows(keys_RI, rows_TN).to(q_THI.dtype)
+    scores_THN = torch.relu(torch.bmm(q_THI, keys_TNI.transpose(1, 2)))
+    scores_TN = (scores_THN * weights_TH.unsqueeze(-1)).sum(1)
+    return scores_TN.masked_fill(rows_TN < 0, float("-inf"))
+
+
 def select_entries(scores_TN: torch.Tensor, k: int) -> torch.Tensor:
     """Entry indices `[T, K]`, ascending, -1 after the last: the k best by (score descending, index ascending).
 

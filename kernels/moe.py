@@ -65,6 +65,28 @@ def routed_experts(
     return output_TD
 
 
+def gathered_experts(
+    x_TD: torch.Tensor,
+    routing: Routing,
+    w13_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    limit: float,
+    numerics: Numerics,
+) -> torch.Tensor:
+    """`routed_experts` as sums over each pair's own weights: for few nodes, and only where a compiler fuses it.
+
+    Its shapes do not depend on the routing, and nothing waits for it on the host; an expert is read once a pair.
+    """
+    wide = routing.weights_TK.dtype
+    pairs_TKFD = w13_EFD[routing.experts_TK].to(wide)
+    gate, up = (pairs_TKFD * x_TD.to(wide)[:, None, None, :]).sum(-1).chunk(2, dim=-1)
+    hidden_TKF = swiglu(gate, up, limit, numerics) * routing.weights_TK.unsqueeze(-1)
+    # The same tensor, but one that the compiler stores: fused into the next sum, it would be computed anew D times.
+    hidden_TKF = hidden_TKF.as_strided(hidden_TKF.shape, hidden_TKF.stride())
+    by_choice_TKD = (w2_EDF[routing.experts_TK].to(wide) * hidden_TKF.unsqueeze(2)).sum(-1)
+    return by_choice_TKD.sum(1)
+
+
 def _places(experts_N: torch.Tensor, num_experts: int, tile: int) -> tuple[torch.Tensor, list[int]]:
     """Where each (node, choice) goes when those of an expert lie together, and the rows of each expert.
 
@@ -82,4 +104,6 @@ def _places(experts_N: torch.Tensor, num_experts: int, tile: int) -> tuple[torch
 def _by_expert(x_PD: torch.Tensor, weight_EOD: torch.Tensor, sizes_E: list[int], numerics: Numerics) -> torch.Tensor:
     """Each expert's product on its own rows."""
     parts = x_PD.split(sizes_E)
-    return torch.cat([numerics.linear(part, weight_EOD[e]) for e, part in enumerate(parts) if len(part)])
+    # Weights may be kept narrower than x where that loses nothing.
+    used = ((part, weight_EOD[e].to(x_PD.dtype)) for e, part in enumerate(parts) if len(part))
+    return torch.cat([numerics.linear(part, weight_OD) for part, weight_OD in used])

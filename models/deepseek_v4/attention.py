@@ -1,5 +1,8 @@
 """Window, CSA and HCA attention over rows (sections 3.3, 3.5 and 3.6 of the DeepSeek-V4 reference).
 
+Three parts: `project` and `attend` are functions of tensors alone, so that they may be compiled; `write` between them
+stores the nodes' rows.
+
 T = nodes, D = model width, H = heads, E = entry width, G = output groups, R = pool rows, K = entries listed
 """
 
@@ -9,113 +12,60 @@ import torch
 from torch import nn
 
 from compressed_spec.cache import Scratch
-from compressed_spec.kernels.compress import pool_windows
-from compressed_spec.kernels.indexer import select_entries
 from compressed_spec.kernels.norm import rms_norm
 from compressed_spec.kernels.rope import apply_rope
-from compressed_spec.layout import Compression
-from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
+from compressed_spec.layer_scratch import LayerScratch
+from compressed_spec.models.deepseek_v4.compressor import CompressionRound, Compressor, Indexer, compression_of
+from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, LayerSpec
 from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.rope import Rotation
-from compressed_spec.rows import CompressionPlan, selected_rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressionRound:
-    """One compression in this round: its rows, and the rotation of the entries that close."""
-
-    plan: CompressionPlan
-    entries: Rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRound:
     """What an attention layer needs of a round: its rotation, its rows, and where to write.
 
-    kv_pool: pool of its window rows; first: scratch row of the first node; compression: None for a sliding layer.
+    scratch: a `LayerScratch` for layers in their form for few nodes. kv_pool: pool of its window rows; first: scratch
+    row of the first node; compression: None for a sliding layer.
     """
 
     rotation: Rotation
     window_rows_TW: torch.Tensor
-    scratch: Scratch
+    scratch: Scratch | LayerScratch
     kv_pool: str
     first: int
     compression: CompressionRound | None
 
+    @property
+    def phase_T(self) -> torch.Tensor | None:
+        return None if self.compression is None else self.compression.plan.phase_T
 
-def compression_of(config: DeepseekV4Config, layer: LayerSpec) -> Compression | None:
-    """How a layer compresses (as the only layer that does), None for a sliding one."""
-    if layer.kind is AttentionKind.SLIDING:
-        return None
-    csa = layer.kind is AttentionKind.CSA
-    return Compression(
-        ratio=layer.ratio,
-        overlap=csa,
-        num_layers=1,
-        entry_dim=config.head_dim,
-        index_dim=config.index_head_dim if csa else 0,
-        index_topk=config.index_topk if csa else 0,
-    )
+    @property
+    def chooses(self) -> bool:
+        """Whether an indexer must choose among the entries."""
+        return self.compression is not None and self.compression.plan.listed_TK is None
 
 
-class Compressor(nn.Module):
-    """Projects each token to a raw row, and pools the windows that close into entries."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """A layer's products of its input x. kv: rotated K = V rows; raw, index_raw: rows of its compressors, if any."""
 
-    def __init__(
-        self, config: DeepseekV4Config, comp: Compression, width: int, lane: str, precision: Precision
-    ) -> None:
-        super().__init__()
-        self.overlap, self.rope_dim = comp.overlap, config.qk_rope_head_dim
-        self.buffer_pool, self.entry_pool = (
-            f"{lane}buffer.{comp.name}",
-            f"index_kv.{comp.name}" if lane else f"compressed_kv.{comp.name}",
-        )
-        raw = width * (2 if comp.overlap else 1)
-        self.ape = nn.Parameter(torch.empty(comp.ratio, raw, dtype=precision.wide))
-        self.wkv = Linear(config.hidden_size, raw, precision, wide=True)
-        self.wgate = Linear(config.hidden_size, raw, precision, wide=True)
-        self.norm = Norm(width, config.rms_norm_eps, precision)
-        self.precision = precision
-
-    def forward(self, x_TD: torch.Tensor, compression: CompressionRound, scratch: Scratch, layer: int) -> torch.Tensor:
-        """Write the raw rows and the new entries of these nodes; returns all entry rows of the layer `[R, E]`."""
-        plan = compression.plan
-        x_wide = x_TD.to(self.precision.wide)
-        gate = self.wgate(x_wide) + self.ape[plan.phase_T]
-        buffer_RD = scratch.write(self.buffer_pool, layer, torch.cat((self.wkv(x_wide), gate), dim=-1))
-        pooled_CE = pool_windows(buffer_RD, plan.pool_rows_CS, overlap=self.overlap).to(self.precision.dtype)
-        entries = apply_rope(self.norm(pooled_CE).unsqueeze(1), compression.entries.cos_NP, compression.entries.sin_NP)
-        return scratch.write(self.entry_pool, layer, entries.squeeze(1), slots=plan.closing_slot_C)
+    x_TD: torch.Tensor
+    qr_TD: torch.Tensor
+    q_THD: torch.Tensor
+    kv_TE: torch.Tensor
+    raw_TD: torch.Tensor | None
+    index_raw_TD: torch.Tensor | None
 
 
-class Indexer(nn.Module):
-    """Scores compressed entries with small heads and keeps the best."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """What each node attends to: rows of its window and, in a layer that compresses, of entries."""
 
-    def __init__(self, config: DeepseekV4Config, comp: Compression, precision: Precision) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
-        self.wq_b = Linear(config.q_lora_rank, self.num_heads * self.head_dim, precision)
-        self.weights_proj = Linear(config.hidden_size, self.num_heads, precision)
-        self.compressor = Compressor(config, comp, config.index_head_dim, "index_", precision)
-        self.precision = precision
-
-    def forward(
-        self, x_TD: torch.Tensor, qr_TD: torch.Tensor, rotation: Rotation, plan: CompressionPlan, keys_RI: torch.Tensor
-    ) -> torch.Tensor:
-        """Rows of the chosen entries `[T, K]`, ascending by entry, -1 = nothing."""
-        q_THI = apply_rope(
-            self.wq_b(qr_TD).unflatten(-1, (self.num_heads, self.head_dim)), rotation.cos_NP, rotation.sin_NP
-        )
-        scale = self.head_dim**-0.5 * self.num_heads**-0.5
-        scores_TN = self.precision.numerics.index_scores(
-            q_THI.to(self.precision.wide),
-            self.weights_proj(x_TD).to(self.precision.wide) * scale,
-            keys_RI,
-            plan.spans,
-            plan.extra_rows_TX,
-            plan.num_visible,
-        )
-        return selected_rows(plan, select_entries(scores_TN, self.topk))
+    window_RE: torch.Tensor
+    window_rows_TW: torch.Tensor
+    entries_RE: torch.Tensor | None
+    entry_rows_TK: torch.Tensor | None
 
 
 class Attention(nn.Module):
@@ -145,33 +95,75 @@ class Attention(nn.Module):
             if comp.index_dim:
                 self.indexer = Indexer(config, comp, precision)
 
+    def pools(self, kv_pool: str) -> dict[str, int]:
+        """The pools that this layer writes to, each with this layer's index in it."""
+        pools = {kv_pool: self.layer}
+        for compressor in (self.compressor, None if self.indexer is None else self.indexer.compressor):
+            if compressor is not None:
+                pools |= dict.fromkeys((compressor.buffer_pool, compressor.entry_pool), self.compressed_layer)
+        return pools
+
     def kv(self, x_TD: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """The rotated K = V row of each node, `[T, head_dim]`."""
         kv_T1D = self.kv_norm(self.wkv(x_TD)).unsqueeze(1)
         return apply_rope(kv_T1D, rotation.cos_NP, rotation.sin_NP).squeeze(1)
 
-    def forward(self, x_TD: torch.Tensor, here: AttentionRound) -> torch.Tensor:
-        """Attention's output `[T, D]`; writes each node's rows."""
-        cos, sin = here.rotation.cos_NP, here.rotation.sin_NP
+    def project(self, x_TD: torch.Tensor, rotation: Rotation, phase_T: torch.Tensor | None) -> Projected:
+        """All that is made of a node's input alone. phase_T: place of each node in its compression window."""
         qr_TD = self.q_norm(self.wq_a(x_TD))
-        q_THD = self.wq_b(qr_TD).unflatten(-1, (self.num_heads, self.head_dim))
-        q_THD = apply_rope(rms_norm(q_THD, None, self.eps), cos, sin)
-        window_RD = here.scratch.write(here.kv_pool, self.layer, self.kv(x_TD, here.rotation), here.first)
+        q_THD = rms_norm(self.wq_b(qr_TD).unflatten(-1, (self.num_heads, self.head_dim)), None, self.eps)
+        raw_TD, index_raw_TD = None, None
+        if phase_T is not None:
+            assert self.compressor is not None
+            raw_TD = self.compressor.raw(x_TD, phase_T)
+            if self.indexer is not None:
+                index_raw_TD = self.indexer.compressor.raw(x_TD, phase_T)
+        return Projected(
+            x_TD=x_TD,
+            qr_TD=qr_TD,
+            q_THD=apply_rope(q_THD, rotation.cos_NP, rotation.sin_NP),
+            kv_TE=self.kv(x_TD, rotation),
+            raw_TD=raw_TD,
+            index_raw_TD=index_raw_TD,
+        )
 
+    def write(self, projected: Projected, here: AttentionRound) -> Listed:
+        """Write the nodes' rows, entries that they close included, and list what each attends to."""
+        window_RE = here.scratch.write(here.kv_pool, self.layer, projected.kv_TE, here.first)
         entries_RE, rows_TK = None, None
         if here.compression is not None:
-            assert self.compressor is not None
             plan, layer = here.compression.plan, self.compressed_layer
-            entries_RE = self.compressor(x_TD, here.compression, here.scratch, layer)
+            assert self.compressor is not None
+            assert projected.raw_TD is not None
+            entries_RE = self.compressor.write(projected.raw_TD, here.compression, here.scratch, layer)
             rows_TK = plan.listed_TK
             if self.indexer is not None:
                 # Keys are kept even while every entry is chosen anyway: a longer context will score them.
-                keys_RI = self.indexer.compressor(x_TD, here.compression, here.scratch, layer)
-                if rows_TK is None:
+                assert projected.index_raw_TD is not None
+                keys_RI = self.indexer.compressor.write(projected.index_raw_TD, here.compression, here.scratch, layer)
+                x_TD, qr_TD = projected.x_TD, projected.qr_TD
+                if rows_TK is None and isinstance(here.scratch, LayerScratch):
+                    rows_TK = self.indexer.few(x_TD, qr_TD, here.rotation, plan.reach, keys_RI)
+                elif rows_TK is None:
                     rows_TK = self.indexer(x_TD, qr_TD, here.rotation, plan, keys_RI)
+        return Listed(
+            window_RE=window_RE,
+            window_rows_TW=here.window_rows_TW,
+            entries_RE=entries_RE,
+            entry_rows_TK=rows_TK,
+        )
 
-        o_THD = self.numerics.attention(q_THD, window_RD, here.window_rows_TW, entries_RE, rows_TK, self.attn_sink)
-        undo = here.rotation.inverse
+    def attend(self, q_THD: torch.Tensor, listed: Listed, rotation: Rotation) -> torch.Tensor:
+        """Attention's output `[T, D]`."""
+        o_THD = self.numerics.attention(
+            q_THD,
+            listed.window_RE,
+            listed.window_rows_TW,
+            listed.entries_RE,
+            listed.entry_rows_TK,
+            self.attn_sink,
+        )
+        undo = rotation.inverse
         o_TGD = apply_rope(o_THD, undo.cos_NP, undo.sin_NP).flatten(1).unflatten(-1, (self.groups, -1))
         low_TGR = self.numerics.grouped_linear(o_TGD, self.wo_a.weight.unflatten(0, (self.groups, -1)))
         output_TD: torch.Tensor = self.wo_b(low_TGR.flatten(1))

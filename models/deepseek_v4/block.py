@@ -3,14 +3,17 @@
 T = nodes, M = residual streams, D = model width, E = experts, F = expert width
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
-from compressed_spec.kernels.hyper_connection import collapse, expand
-from compressed_spec.kernels.moe import Routing, route, routed_experts, router_scores, swiglu
-from compressed_spec.models.deepseek_v4.attention import Attention, AttentionRound
+from compressed_spec.kernels.hyper_connection import MixWeights, collapse, expand
+from compressed_spec.kernels.moe import Routing, gathered_experts, route, routed_experts, router_scores, swiglu
+from compressed_spec.models.deepseek_v4.attention import Attention, AttentionRound, Listed, Projected
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, LayerSpec
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
+from compressed_spec.models.deepseek_v4.rope import Rotation
 
 
 class Gate(nn.Module):
@@ -71,15 +74,44 @@ class MoE(nn.Module):
         self.experts = Experts(config, precision.dtype)
         self.shared_experts = SharedExperts(config, precision)
 
-    def forward(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-        routing = self.gate(x_TD, tokens_T)
-        routed_TD = routed_experts(x_TD, routing, self.experts.w13, self.experts.w2, self.limit, self.numerics)
+    def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        experts = self.experts
+        routed_TD = routed_experts(x_TD, routing, experts.w13, experts.w2, self.limit, self.numerics)
+        return self._with_shared(x_TD, routed_TD)
+
+    def few(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """`forward` of few nodes, in operations whose shapes do not depend on the routing."""
+        routed_TD = gathered_experts(x_TD, routing, self.experts.w13, self.experts.w2, self.limit, self.numerics)
+        return self._with_shared(x_TD, routed_TD)
+
+    def _with_shared(self, x_TD: torch.Tensor, routed_TD: torch.Tensor) -> torch.Tensor:
         shared_TD: torch.Tensor = self.shared_experts(x_TD)
         return (routed_TD + shared_TD.to(routed_TD.dtype)).to(x_TD.dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """Before attention's rows are written: its products, and how its output will join the streams."""
+
+    projected: Projected
+    mix: MixWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attended:
+    """After attention: the streams, the experts' input and routing, and how their output will join the streams."""
+
+    streams_TMD: torch.Tensor
+    x_TD: torch.Tensor
+    routing: Routing
+    mix: MixWeights
+
+
 class Block(HyperConnected):
-    """One layer of the stack."""
+    """One layer of the stack.
+
+    `enter`, `attend` and `few` are functions of tensors alone: `compile_pieces` puts compiled ones in their place.
+    """
 
     def __init__(
         self, config: DeepseekV4Config, spec: LayerSpec, layer: int, compressed_layer: int, precision: Precision
@@ -94,9 +126,40 @@ class Block(HyperConnected):
 
     def forward(self, streams_TMD: torch.Tensor, tokens_T: torch.Tensor, here: AttentionRound) -> torch.Tensor:
         """The streams after this layer; writes the nodes' rows."""
+        entered = self.enter(streams_TMD, here.rotation, here.phase_T)
+        listed = self.attn.write(entered.projected, here)
+        attended = self.attend(streams_TMD, entered, listed, here.rotation, tokens_T)
+        return self._leave(self.ffn(attended.x_TD, attended.routing), attended)
+
+    def few(self, streams_TMD: torch.Tensor, tokens_T: torch.Tensor, here: AttentionRound) -> torch.Tensor:
+        """`forward` of few nodes as one function of tensors (here.scratch is a `LayerScratch`).
+
+        For compiling: uncompiled, it moves far more memory.
+        """
+        # The plain methods: the compiler cannot look into its own programs.
+        entered = Block.enter(self, streams_TMD, here.rotation, here.phase_T)
+        listed = self.attn.write(entered.projected, here)
+        attended = Block.attend(self, streams_TMD, entered, listed, here.rotation, tokens_T)
+        return self._leave(self.ffn.few(attended.x_TD, attended.routing), attended)
+
+    def enter(self, streams_TMD: torch.Tensor, rotation: Rotation, phase_T: torch.Tensor | None) -> Entered:
         mix = self.mix("attn", streams_TMD)
-        attended_TD = self.attn(self.attn_norm(collapse(streams_TMD, mix.pre_TM)), here)
-        streams_TMD = expand(attended_TD, streams_TMD, mix, self.precision.numerics)
+        x_TD = self.attn_norm(collapse(streams_TMD, mix.pre_TM))
+        return Entered(projected=self.attn.project(x_TD, rotation, phase_T), mix=mix)
+
+    def attend(
+        self,
+        streams_TMD: torch.Tensor,
+        entered: Entered,
+        listed: Listed,
+        rotation: Rotation,
+        tokens_T: torch.Tensor,
+    ) -> Attended:
+        attended_TD = self.attn.attend(entered.projected.q_THD, listed, rotation)
+        streams_TMD = expand(attended_TD, streams_TMD, entered.mix, self.precision.numerics)
         mix = self.mix("ffn", streams_TMD)
-        fed_TD = self.ffn(self.ffn_norm(collapse(streams_TMD, mix.pre_TM)), tokens_T)
-        return expand(fed_TD, streams_TMD, mix, self.precision.numerics)
+        x_TD = self.ffn_norm(collapse(streams_TMD, mix.pre_TM))
+        return Attended(streams_TMD=streams_TMD, x_TD=x_TD, routing=self.ffn.gate(x_TD, tokens_T), mix=mix)
+
+    def _leave(self, fed_TD: torch.Tensor, attended: Attended) -> torch.Tensor:
+        return expand(fed_TD, attended.streams_TMD, attended.mix, self.precision.numerics)

@@ -11,10 +11,12 @@ from torch import nn
 from compressed_spec.cache import Scratch
 from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.layout import Compression, StateSpec
-from compressed_spec.models.deepseek_v4.attention import AttentionRound, CompressionRound, compression_of
+from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
+from compressed_spec.models.deepseek_v4.compressor import CompressionRound, compression_of
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.dspark import DSparkHead
+from compressed_spec.models.deepseek_v4.few import Few, written_rows
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
@@ -54,6 +56,9 @@ class DeepseekV4(TargetModel, HyperConnected):
             layers.append(Block(config, spec, index, seen[kind], self.precision))
             seen[kind] += 1
         self.layers = nn.ModuleList(layers)
+        kinds = [compression_of(config, spec) for spec in config.layers]
+        self._kinds = tuple(None if kind is None else kind.name for kind in kinds)
+        self.few: Few | None = None
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, self.precision)
         self.head = Linear(config.hidden_size, config.vocab_size, self.precision)
         self.add_site("head")
@@ -98,7 +103,7 @@ class DeepseekV4(TargetModel, HyperConnected):
 
     def begin(self, plan: RowPlan) -> LayerStreams:
         streams_TMD = self.embed(plan.tokens_T).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
-        return LayerStreams(num_layers=0, streams={-1: streams_TMD})
+        return LayerStreams(num_layers=0, streams={-1: streams_TMD.contiguous()})
 
     def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
         main = rotation(self.get_buffer("rope_main"), plan.position_T)
@@ -111,18 +116,22 @@ class DeepseekV4(TargetModel, HyperConnected):
         read_by_head = () if self.dspark_head is None else self.dspark_head.settings.target_layer_ids
         kept = {layer: streams for layer, streams in before.streams.items() if layer in read_by_head}
         streams_TMD = before.newest
+        written = written_rows(plan, scratch) if self.few is not None and self.few.takes(plan) else None
         for layer in range(before.num_layers, num_layers):
-            block, spec = self.layers[layer], self.config.layers[layer]
-            kind = compression_of(self.config, spec)
+            block, kind = self.layers[layer], self._kinds[layer]
+            assert isinstance(block, Block)
             here = AttentionRound(
                 rotation=main if kind is None else compress,
                 window_rows_TW=plan.window_rows_TW,
-                scratch=scratch,
+                scratch=scratch if written is None else scratch.of_layer(block.attn.pools("window_kv"), written),
                 kv_pool="window_kv",
                 first=0,
-                compression=None if kind is None else rounds[kind.name],
+                compression=None if kind is None else rounds[kind],
             )
-            streams_TMD = block(streams_TMD, plan.tokens_T, here)
+            if written is None:
+                streams_TMD = block(streams_TMD, plan.tokens_T, here)
+            else:
+                streams_TMD = block.few(streams_TMD, plan.tokens_T, here)
             if layer in read_by_head:
                 kept[layer] = streams_TMD
         return LayerStreams(num_layers=num_layers, streams=kept | {num_layers - 1: streams_TMD})
@@ -155,15 +164,20 @@ class DeepseekV4(TargetModel, HyperConnected):
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         head = self.mtp_head
         assert head is not None, "this model has no MTP head"
+        few = self.few is not None and len(step.tokens_N) <= self.few.nodes
+        written = step.first + torch.arange(len(step.tokens_N), device=self.device) if few else None
         here = AttentionRound(
             rotation=rotation(self.get_buffer("rope_main"), step.position_N),
             window_rows_TW=step.window_rows_NW,
-            scratch=scratch,
+            scratch=scratch
+            if written is None
+            else scratch.of_layer(head.attn.pools("head_kv"), {"head_kv": scratch.row_ids("head_kv", written)}),
             kv_pool="head_kv",
             first=step.first,
             compression=None,
         )
-        return head.step(step.streams_NMD, self.embed(step.tokens_N), step.tokens_N, here)
+        run = head.step if written is None else head.few_step
+        return run(step.streams_NMD, self.embed(step.tokens_N), step.tokens_N, here)
 
     def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
         head = self.mtp_head

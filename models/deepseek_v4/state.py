@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from compressed_spec.layout import StateSpec
-from compressed_spec.models.deepseek_v4.attention import compression_of
+from compressed_spec.models.deepseek_v4.compressor import compression_of
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.modules import Precision
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind

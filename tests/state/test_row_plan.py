@@ -194,12 +194,12 @@ def check_visible(case: Case, comp: Compression, rows: CompressionPlan, nodes: l
     # What the indexer may choose, by entry index: nothing beyond what a node sees, and each exactly once.
     every = torch.arange(rows.num_visible).expand(len(nodes), -1)
     counts = torch.tensor([[len(entries)] for entries in visible])
-    lists = [selected_rows(rows, torch.where(every < counts, every, -1))]
+    lists = [selected_rows(rows.reach, torch.where(every < counts, every, -1))]
     lists += [] if rows.listed_TK is None else [rows.listed_TK]
     for listed in lists:
         for entries, row_ids in zip(visible, listed.tolist(), strict=True):
             seen = [entry_meaning(row, comp, case, closers) for row in row_ids]
-            assert seen == entries + [None] * (rows.num_visible - len(entries))
+            assert seen == entries + [None] * (len(seen) - len(entries))
     end = 0
     for tree, span, sequence, start in zip(case.trees, rows.spans, case.sequences, case.starts, strict=True):
         base = sequence * (MAX_LENGTH // comp.ratio)
@@ -244,7 +244,12 @@ def test_T11_slots(case: Case, data: st.DataObject) -> None:
     for comp in case.compressions:
         before, after, fewer = (plan.compressions[comp.name] for plan in (plain, placed, part))
         check("pooled", before.pool_rows_CS, after.pool_rows_CS, case.batch_size * comp.span)
-        check("own entries", before.extra_rows_TX, after.extra_rows_TX, case.batch_size * (MAX_LENGTH // comp.ratio))
+        check(
+            "own entries",
+            before.reach.extra_rows_TX,
+            after.reach.extra_rows_TX,
+            case.batch_size * (MAX_LENGTH // comp.ratio),
+        )
         assert after.closing_slot_C.tolist() == slots[before.closing_slot_C.numpy()].tolist()
         closing = set(after.closing_slot_C.tolist())
         assert fewer.closing_slot_C.tolist() == [slot for slot in slots[some].tolist() if slot in closing]

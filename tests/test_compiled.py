@@ -1,0 +1,64 @@
+"""Compiled pieces, and layers in their form for few nodes: the same function as the plain ones."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from compressed_spec import generate, load_model
+from compressed_spec.models.deepseek_v4.few import Few
+from compressed_spec.models.deepseek_v4.load import DEMO
+from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.testing.models import random_model
+from compressed_spec.tree import TokenTree
+
+TREES = (
+    TokenTree(tokens=[5], parents=[-1]),
+    TokenTree(tokens=[5, 6, 7, 8, 9], parents=[-1, 0, 0, 1, 3]),
+    TokenTree.chain([3, 4, 5, 6, 7, 8]),
+)
+
+
+def logits_of(model: DeepseekV4, lengths: Sequence[int], num_rounds: int) -> torch.Tensor:
+    """Logits of rounds with other trees each, on ragged rows; every path is the tree's first."""
+    random = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, model.vocab_size, (length,), generator=random).tolist() for length in lengths]
+    cache = model.new_cache(batch_size=len(prompts), max_length=max(lengths) + 8 * num_rounds, max_nodes=32)
+    seen = [model.prefill(cache, prompts)]
+    for number in range(num_rounds):
+        trees = [TREES[(number + row) % len(TREES)] for row in range(len(prompts))]
+        verify = model.verify(cache, trees)
+        cache.commit(verify, [[0, 1] if len(tree) > 1 else [0] for tree in trees])
+        seen.append(verify.logits)
+    cache.check_integrity()
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("lengths", [(3,), (9, 40), (1, 2, 70)])
+def test_few_nodes_in_one_function(lengths: tuple[int, ...]) -> None:
+    model = random_model(seed=3)
+    plain = logits_of(model, lengths, 12)
+    model.few = Few(nodes=32, keys=2**16)
+    torch.testing.assert_close(logits_of(model, lengths, 12), plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_compiled_demo_equals_the_plain_one() -> None:
+    plain, compiled = load_model(DEMO, progress=False), load_model(DEMO, progress=False, compile=True)
+    for lengths in ((3,), (500,), (9, 140, 300), (1, 2)):
+        expected = logits_of(plain, lengths, 12)
+        actual = logits_of(compiled, lengths, 12)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    prompts = [list(range(20, 60)), [0, 77, 5], list(range(90, 400))]
+    texts = [out.token_ids for out in generate(plain, prompts, max_new_tokens=48)]
+    for tree, drafter in (("off", "auto"), ("s3_k2_d6", "auto"), ("s3_k1_d4", "early-exit"), ("s4_k3_d16", "ngram")):
+        outs = generate(compiled, prompts, tree=tree, drafter=drafter, max_new_tokens=48)
+        assert [out.token_ids for out in outs] == texts, tree
+
+
+def test_compiling_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match="fast numerics"):
+        load_model(DEMO, compile=True, numerics="invariant")
+    with pytest.raises(ValueError, match="on a CPU"):
+        load_model(DEMO, compile=True, device="meta")
