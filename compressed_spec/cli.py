@@ -1,4 +1,4 @@
-"""The command line: `compressed-spec generate | inspect | bench`. A fault of the user's ends it with 2 and one sentence."""
+"""The command line, `compressed-spec generate | inspect | bench`. A user's fault ends it with 2 and one sentence."""
 
 import io
 import os

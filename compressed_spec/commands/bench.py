@@ -47,6 +47,8 @@ class BenchCommand:
     """Trees to choose from, sN_kK_dD."""
     drafter: str = "auto"
     """Who drafts, see `generate`."""
+    random_weights: bool = False
+    """The checkpoint's weights are random: what its head accepts means nothing, so ratios of speculation are null."""
     prompts: Path | None = None
     """JSONL: objects with "question" and "answer", or "prompt" and "completion"; bundled problems by default."""
     json: bool = False
@@ -64,6 +66,7 @@ class BenchCommand:
             chains=self.chains,
             trees=self.trees,
             drafter=self.drafter,
+            random_weights=self.random_weights,
         )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {self.threads}.")

@@ -23,6 +23,7 @@ from compressed_spec.tree import TokenTree
 
 NODES = tuple(range(1, 17))
 NUM_TRIAL_PROMPTS, TRIAL_TOKENS, TRIAL_REPEATS = 2, 48, 2
+BATCH_REPEATS = 3  # prefills of large batches take most of a run
 CHECKED_TOKENS = 64
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the largest logit, see `logits_difference`
 
@@ -36,14 +37,15 @@ def run_bench(
     then it runs something else, and no speed is compared.
     """
     _check_lengths(model, options)
-    say("checking logits against transformers")
-    peer = transformers_side(model, folder)
-    prompts = texts.prompts(0, options.num_prompts, options.context)
-    difference = check_logits(model, peer, prompts[0])
-
     say("choosing a chain and a tree, on other prompts")
+    prompts = texts.prompts(0, options.num_prompts, options.context)
     trial = texts.prompts(options.num_prompts, NUM_TRIAL_PROMPTS, options.context)
     chain, tree = (_best(model, options.drafter, names, trial) for names in (options.chains, options.trees))
+    peak_alone = peak_memory()
+    say("checking logits against transformers")
+    peer = transformers_side(model, folder)
+    difference = check_logits(model, peer, prompts[0])
+
     own = {
         "off": OurSide(model=model, tree="off"),
         "chain": OurSide(model=model, tree=chain, drafter=options.drafter),
@@ -72,6 +74,7 @@ def run_bench(
     say("prefill, and the memory's bandwidth")
     prefill = parts.prefill_seconds(model, peer.model, prompts[0], options.repeats)
     reads = token_bytes(model, options.context + options.max_new_tokens // 2)
+    peak = peak_memory()  # before the buffer that measures bandwidth
     memory = bandwidth(model.device, options.repeats)
 
     off = paces["off"].tokens_per_second
@@ -89,15 +92,16 @@ def run_bench(
         acceptance_length={name: pace.acceptance_length for name, pace in paces.items() if name in own},
         stage_milliseconds={name: paces[name].stage_milliseconds for name in own},
         speedup_off=ratio(off, theirs),
-        speedup_chain=_speedup(paces["chain"], theirs),
-        speedup_tree=_speedup(paces["tree"], theirs),
-        tree_over_off=_speedup(paces["tree"], off),
+        speedup_chain=_speedup(paces["chain"], theirs, options),
+        speedup_tree=_speedup(paces["tree"], theirs, options),
+        tree_over_off=_speedup(paces["tree"], off, options),
         batches=batches,
         verify_milliseconds={size: summarize([1e3 * s for s in values]) for size, values in round_parts.verify.items()},
         verify_d8_over_d1=ratio(eight, plain_round),
         plan_ms=summarize([1e3 * s for s in round_parts.plan]),
         commit_ms=summarize([1e3 * s for s in round_parts.commit]),
         bookkeeping_milliseconds={count: summarize([1e3 * s for s in values]) for count, values in layers.items()},
+        bookkeeping_by_layers=ratio(layers[max(layers)], layers[min(layers)]),
         context_8k_over_512=ratio(long, short),
         token_milliseconds={
             options.context: summarize([1e3 * s for s in short]),
@@ -110,7 +114,8 @@ def run_bench(
         token_bytes=reads,
         bandwidth=memory,
         roof_fraction=summarize([reads.total / memory.median * rate for rate in off]),
-        peak_memory=peak_memory(),
+        peak_memory_alone=peak_alone,
+        peak_memory=peak,
         cache_bytes=_cache_bytes(model, options),
     )
 
@@ -172,15 +177,15 @@ def _batch(
         sides,
         [texts.prompts(0, size, options.context)],
         max_new_tokens=min(options.max_new_tokens, TRIAL_TOKENS),
-        repeats=options.repeats,
+        repeats=min(options.repeats, BATCH_REPEATS),
         stop=False,
     )
     return {name: summarize(pace.tokens_per_second) for name, pace in paces.items()}
 
 
-def _speedup(pace: Pace, over: Sequence[float]) -> Summary | None:
-    """None where no draft was accepted: then it says nothing about speculation but what it costs."""
-    return ratio(pace.tokens_per_second, over) if pace.num_accepted else None
+def _speedup(pace: Pace, over: Sequence[float], options: BenchOptions) -> Summary | None:
+    """None where no draft was accepted, or what was accepted says nothing about trained models."""
+    return ratio(pace.tokens_per_second, over) if pace.num_accepted and not options.random_weights else None
 
 
 def _cache_bytes(model: DeepseekV4, options: BenchOptions) -> int:

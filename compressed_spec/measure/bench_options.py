@@ -14,7 +14,8 @@ class BenchOptions:
 
     context: of the prompts. long_context: of the one that a token's time is compared at. repeats: of every timing;
     those of single rounds take five times as many. chains, trees: candidates, of which the best on other prompts are
-    measured. Raises ValueError for sizes that are too small, or shapes that are none.
+    measured. random_weights: the checkpoint's; then speculation is timed, but no ratio to it is reported.
+    Raises ValueError for sizes that are too small, or shapes that are none.
     """
 
     context: int = 512
@@ -26,6 +27,7 @@ class BenchOptions:
     chains: tuple[str, ...] = CHAINS
     trees: tuple[str, ...] = TREES
     drafter: str = "auto"
+    random_weights: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("context", 1), ("max_new_tokens", 2), ("num_prompts", 1), ("repeats", 1)):

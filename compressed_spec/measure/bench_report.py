@@ -19,6 +19,7 @@ HEADLINES = {
     "verify_d8_over_d1": "time to verify 8 nodes over 1",
     "plan_ms": "milliseconds to plan a round of 8 nodes",
     "commit_ms": "milliseconds to commit 3 of them",
+    "bookkeeping_by_layers": "plan and commit, four times the layers over one a kind",
     "context_8k_over_512": "time of a token, long over short context",
     "prefill_speedup": "prefill over transformers'",
     "roof_fraction": "of the speed at which memory could be read",
@@ -31,10 +32,12 @@ class BenchReport:
 
     chain, tree: the shapes that were best on other prompts. logits_difference: see `check_logits`. num_differing_texts:
     of `num_texts` texts of a side, those that are not what `off` wrote. stage_milliseconds: mean of a round by stage,
-    and "round", their sum. The fields in HEADLINES are None where no draft was accepted. batches: tokens a second by
+    and "round", their sum. Fields of chain and tree in HEADLINES are None where no draft was
+    accepted, or weights are random. batches: tokens a second by
     batch size and side. bookkeeping_milliseconds: plan and commit by number of layers. token_milliseconds: a plain
     round by context. bandwidth: bytes a second. roof_fraction: bytes a token over bandwidth, as a part of its time.
-    peak_memory, cache_bytes: bytes, of the whole process (both models) and of one sequence's state.
+    peak_memory_alone, peak_memory: bytes of the process, before transformers came into it and in all. cache_bytes: of
+    one sequence's state.
     """
 
     options: BenchOptions
@@ -57,6 +60,7 @@ class BenchReport:
     plan_ms: Summary
     commit_ms: Summary
     bookkeeping_milliseconds: dict[int, Summary]
+    bookkeeping_by_layers: Summary
     context_8k_over_512: Summary
     token_milliseconds: dict[int, Summary]
     prefill_tokens_per_second: dict[str, Summary]
@@ -64,11 +68,12 @@ class BenchReport:
     token_bytes: TokenBytes
     bandwidth: Summary
     roof_fraction: Summary
+    peak_memory_alone: int
     peak_memory: int
     cache_bytes: int
 
     def as_dict(self, run: Mapping[str, object]) -> dict[str, object]:
-        """The report as JSON takes it: medians as plain numbers, their spreads under "spread". run: what identifies it."""
+        """As JSON takes it: medians as plain numbers, their spreads under "spread". run: what identifies the run."""
         values: dict[str, object] = {}
         spread: dict[str, object] = {}
         for name in HEADLINES:
@@ -97,6 +102,7 @@ class BenchReport:
             "bytes_per_token": self.token_bytes.total,
             "bandwidth_bytes_per_second": self.bandwidth.median,
             "peak_memory_bytes": self.peak_memory,
+            "peak_memory_alone_bytes": self.peak_memory_alone,
             "cache_bytes": self.cache_bytes,
             "logits_difference": self.logits_difference,
             "num_texts": self.num_texts,
@@ -121,7 +127,9 @@ class BenchReport:
             + " (two tokens were nearly equal: rounding chose)."
         )
         if self.speedup_tree is None or self.speedup_chain is None:
-            console.print("No draft was accepted, so nothing is said of how fast speculation is: use a trained head.")
+            console.print(
+                "Nothing is said of how fast speculation is: no draft was accepted, or the weights are random."
+            )
 
     def _sides(self) -> Table:
         table = Table("", "tokens/s", "range", "tokens a round", "s a text", title="decoding, batch 1")
@@ -155,7 +163,7 @@ class BenchReport:
         table = Table("", "", title="parts", show_header=False)
 
         def row(label: str, by: Mapping[int, Summary]) -> None:
-            table.add_row(label, "  ".join(f"{key}: {summary.median:.2f}" for key, summary in by.items()))
+            table.add_row(label, "  ".join(f"{key}:\u00a0{summary.median:.2f}" for key, summary in by.items()))
 
         row("verify, ms by nodes", self.verify_milliseconds)
         row("plan + commit, ms by layers", self.bookkeeping_milliseconds)
@@ -163,13 +171,12 @@ class BenchReport:
         rates = "  ".join(f"{name}: {rate.median:.0f}" for name, rate in self.prefill_tokens_per_second.items())
         table.add_row(f"prefill of {self.options.context}, tokens/s", rates)
         reads = self.token_bytes
-        table.add_row(
-            "bytes a token", f"{reads.weights / 1e6:.2f} MB of weights, {reads.state / 1e6:.2f} MB of state"
-        )
+        table.add_row("bytes a token", f"{reads.weights / 1e6:.2f} MB of weights, {reads.state / 1e6:.2f} MB of state")
         table.add_row(
             "memory", f"read at {self.bandwidth.median / 1e9:.1f} GB/s: {self._roof_ms:.2f} ms a token at least"
         )
-        table.add_row("peak memory", f"{self.peak_memory / 2**20:.0f} MiB, both models in one process")
+        alone, both = (f"{size / 2**20:.0f} MiB" for size in (self.peak_memory_alone, self.peak_memory))
+        table.add_row("peak memory", f"{alone}; {both} with transformers")
         return table
 
     @property

@@ -75,12 +75,12 @@ def compare_pace(
     repeats: int,
     stop: bool,
 ) -> dict[str, Pace]:
-    """Decode each batch of prompts by each side in turns. The first batch is decoded once before, and not counted.
+    """Decode each batch of prompts by each side in turns. Each side decodes a few tokens of one prompt before.
 
     stop: end texts at EOS. Raises ValueError if a side's texts have no token beyond their first.
     """
     for side in sides.values():
-        side.decode(prompts[0], min(max_new_tokens, 8), stop=False)
+        side.decode(prompts[0][:1], min(max_new_tokens, 8), stop=False)
     results: dict[str, list[list[Decoded]]] = {name: [[] for _ in range(repeats)] for name in sides}
     for batch in prompts:
         calls = {name: partial(side.decode, batch, max_new_tokens, stop=stop) for name, side in sides.items()}

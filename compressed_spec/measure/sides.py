@@ -122,9 +122,7 @@ class TransformersSide:
         total = time.perf_counter() - begin
         first, last = watch.moments[1], watch.moments[-1]  # the prompt itself is put before them
         texts = [self._text(row, stop=stop) for row in sequences[:, ids_BL.shape[1] :].tolist()]
-        return Decoded(
-            texts=texts, prefill_seconds=first - begin, decode_seconds=last - first, total_seconds=total
-        )
+        return Decoded(texts=texts, prefill_seconds=first - begin, decode_seconds=last - first, total_seconds=total)
 
     def _text(self, row: list[int], *, stop: bool) -> list[int]:
         """A row up to its own EOS; what follows is padding."""
