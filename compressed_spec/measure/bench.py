@@ -33,10 +33,10 @@ def run_bench(
 ) -> BenchReport:
     """Measure all of it. say: told of each step before it begins.
 
-    Raises ValueError if texts of these lengths do not fit the model, or transformers' logits are others than ours:
-    then it runs something else, and no speed is compared.
+    Raises ValueError if there are too few texts, or texts of these lengths do not fit the model, or transformers'
+    logits are others than ours: then it runs something else, and no speed is compared.
     """
-    _check_lengths(model, options)
+    _check_sizes(model, texts, options)
     say("choosing a chain and a tree, on other prompts")
     prompts = texts.prompts(0, options.num_prompts, options.context)
     trial = texts.prompts(options.num_prompts, NUM_TRIAL_PROMPTS, options.context)
@@ -120,7 +120,12 @@ def run_bench(
     )
 
 
-def _check_lengths(model: DeepseekV4, options: BenchOptions) -> None:
+def _check_sizes(model: DeepseekV4, texts: Texts, options: BenchOptions) -> None:
+    if len(texts.documents) < options.num_prompts + NUM_TRIAL_PROMPTS:
+        raise ValueError(
+            f"{options.num_prompts} prompts to measure and {NUM_TRIAL_PROMPTS} others to choose shapes by are more "
+            f"than the {len(texts.documents)} there are: lower num_prompts, or give more."
+        )
     most = model.max_position_embeddings
     spare = 5 * options.repeats * parts.ACCEPTED + parts.WIDEST.num_nodes
     for name, extra in (("context", max(options.max_new_tokens, spare)), ("long_context", spare)):

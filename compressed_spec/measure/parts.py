@@ -18,13 +18,13 @@ from compressed_spec.target import TargetModel
 from compressed_spec.testing.drafters import tree_around
 from compressed_spec.tree import TokenTree, TreeShape
 
-WIDEST = TreeShape(num_steps=4, top_k=3, num_nodes=16)  # of the trees whose verification is timed
+WIDEST = TreeShape(num_steps=5, top_k=3, num_nodes=16)  # of the trees whose verification is timed
 NODES = 8  # of the tree that is planned and committed
 ACCEPTED = 3
 
 
 def tree_of(num_nodes: int, text: Sequence[int], vocab_size: int) -> TokenTree:
-    """A tree of this many nodes around a text whose first token is the root, as drafting four steps gives it."""
+    """A tree of this many nodes around a text whose first token is the root, as drafting five steps of three gives it."""
     if num_nodes == 1:
         return TokenTree(tokens=[text[0]], parents=[-1])
     return tree_around(text[0], list(text[1:]), replace(WIDEST, num_nodes=num_nodes), vocab_size)

@@ -49,7 +49,7 @@ def read_texts(path: Path, folder: Path, tokenizer: PreTrainedTokenizerBase) -> 
     """Documents of a JSONL file: objects with "question" or "prompt", and perhaps "answer" or "completion".
 
     folder: the checkpoint's. A question is put into its prompt template, where it has one; a prompt stands as it is.
-    Raises ValueError for a file that cannot be read, a line that is no such object, or fewer than three documents.
+    Raises ValueError for a file that cannot be read, or a line that is no such object.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -67,8 +67,6 @@ def read_texts(path: Path, folder: Path, tokenizer: PreTrainedTokenizerBase) -> 
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         answer = tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"] if completion else []
         documents.append(Document(prompt_ids=tuple(ids), completion_ids=(*answer, *end)))
-    if len(documents) < 3:
-        raise ValueError(f"{path} holds {len(documents)} prompts: give at least 3, of which some choose the trees.")
     return Texts(documents=tuple(documents))
 
 
