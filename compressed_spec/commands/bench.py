@@ -71,8 +71,8 @@ class BenchCommand:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {self.threads}.")
         # Imported here: transformers' model takes a second, which the other commands need not wait for.
+        from compressed_spec.measure import identity
         from compressed_spec.measure.bench import run_bench
-        from compressed_spec.measure.identity import checkpoint_hash, command_line, git_revision, machine, versions
         from compressed_spec.measure.prompts import BUNDLED, random_texts, read_texts
         from compressed_spec.text import load_tokenizer
 
@@ -92,15 +92,16 @@ class BenchCommand:
             run = {
                 "against": self.against,
                 "model": self.model,
-                "checkpoint_sha256": checkpoint_hash(folder),
+                "checkpoint_sha256": identity.checkpoint_hash(folder),
                 "dtype": self.dtype,
                 "numerics": self.numerics,
                 "threads": torch.get_num_threads(),
+                "environment": identity.thread_settings(),
                 "prompts": "random" if not has_tokenizer else str(self.prompts or "bundled"),
-                "versions": versions(),
-                "machine": machine(),
-                "argv": command_line(),
-                "git_revision": git_revision(),
+                "versions": identity.versions(),
+                "machine": identity.machine(),
+                "argv": identity.command_line(),
+                "git_revision": identity.git_revision(),
             }
         finally:
             torch.set_num_threads(threads)

@@ -77,6 +77,14 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
+def thread_settings() -> dict[str, str]:
+    """Variables of the environment that change how threads wait for work, where they are set.
+
+    Operations here are small, and threads that sleep between them cost more than the second one brings.
+    """
+    return {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "KMP_", "GOMP_"))}
+
+
 def command_line(argv: Sequence[str] | None = None) -> list[str]:
     """The arguments of this process, its program's folder left out."""
     program, *arguments = sys.argv if argv is None else argv

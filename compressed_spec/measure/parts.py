@@ -24,7 +24,7 @@ ACCEPTED = 3
 
 
 def tree_of(num_nodes: int, text: Sequence[int], vocab_size: int) -> TokenTree:
-    """A tree of this many nodes around a text whose first token is the root, as drafting five steps of three gives it."""
+    """A tree of this many nodes, as drafting five steps of three gives it, around a text that begins with its root."""
     if num_nodes == 1:
         return TokenTree(tokens=[text[0]], parents=[-1])
     return tree_around(text[0], list(text[1:]), replace(WIDEST, num_nodes=num_nodes), vocab_size)

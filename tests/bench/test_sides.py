@@ -14,7 +14,7 @@ from compressed_spec import TokenTree, load_model
 from compressed_spec.layout import Addressing, pool_specs
 from compressed_spec.measure.parts import NODES, bookkeeping_by_layers, tree_of
 from compressed_spec.measure.roof import state_bytes, token_bytes
-from compressed_spec.measure.sides import OurSide, TransformersSide, transformers_side
+from compressed_spec.measure.sides import OurSide, Side, TransformersSide, transformers_side
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind, expected_parameters
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
@@ -101,7 +101,7 @@ def test_a_difference_in_one_row_is_rounding_but_in_all_it_is_not() -> None:
 def test_all_sides_write_what_whole_forwards_write(model: DeepseekV4, peer: TransformersSide, stop: bool) -> None:
     prompts = [PROMPT, PROMPT[::-1]]
     expected = [plain_text(peer, prompt, 14) for prompt in prompts]
-    sides = [peer, *(OurSide(model=model, tree=tree) for tree in ("off", "s2_k1_d3", "s3_k2_d6"))]
+    sides: list[Side] = [peer, *(OurSide(model=model, tree=tree) for tree in ("off", "s2_k1_d3", "s3_k2_d6"))]
     for side in sides:
         decoded = side.decode(prompts, 14, stop=stop)
         assert decoded.texts == expected

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,18 @@ SMALL = [
 @pytest.fixture(scope="module")
 def printed(tiny: Path) -> list[str]:
     """Lines that one run with a table printed."""
+    lines: list[str] = []
+
+    def put(*values: object, **options: object) -> None:
+        if "file" not in options:
+            lines.append(str(values[0]))
+
+    def show(console: object, shown: object) -> None:
+        lines.append(type(shown).__name__)
+
     with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr("builtins.print", lambda *values, **options: options.get("file") or lines.append(str(values[0])))
-        patch.setattr("rich.console.Console.print", lambda console, shown, **_: lines.append(type(shown).__name__))
+        patch.setattr("builtins.print", put)
+        patch.setattr("rich.console.Console.print", show)
         main(["bench", str(tiny), *SMALL])
     return lines
 
@@ -116,6 +125,7 @@ def test_the_run_is_identified(found: dict[str, Any], tiny: Path) -> None:
     assert run["versions"]["torch"] == torch.__version__
     assert len(run["checkpoint_sha256"]) == 64
     assert run["machine"]["num_cpus"] >= 1
+    assert run["environment"].get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
     assert {"argv", "git_revision", "dtype", "numerics", "prompts"} <= run.keys()
     assert found["options"]["context"] == 24
 
