@@ -7,7 +7,7 @@ import tyro
 
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
 
-# Large enough that a token's time says something: 14 M parameters beside the draft head's, in V4-Flash's proportions.
+# Large enough that a token's time says something: 13 M parameters beside the draft head's, in V4-Flash's proportions.
 BENCH_SIZE = {
     "moe_intermediate_size": 192,
     "q_lora_rank": 128,

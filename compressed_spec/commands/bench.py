@@ -10,9 +10,12 @@ import torch
 import tyro
 from rich.console import Console
 
+from compressed_spec.measure import identity
 from compressed_spec.measure.bench_options import CHAINS, TREES, BenchOptions
+from compressed_spec.measure.prompts import BUNDLED, Texts, random_texts, read_texts
 from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.load import checkpoint_folder, load_model
+from compressed_spec.text import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,43 +74,48 @@ class BenchCommand:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {self.threads}.")
         # Imported here: transformers' model takes a second, which the other commands need not wait for.
-        from compressed_spec.measure import identity
         from compressed_spec.measure.bench import run_bench
-        from compressed_spec.measure.prompts import BUNDLED, random_texts, read_texts
-        from compressed_spec.text import load_tokenizer
 
         folder = open_checkpoint(checkpoint_folder(self.model)).folder
+        texts = self._texts(folder)
         threads = torch.get_num_threads()
         try:
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            has_tokenizer = (folder / "tokenizer.json").is_file()
-            if self.prompts is not None and not has_tokenizer:
-                raise ValueError(f"{folder} has no tokenizer.json: leave out --prompts, for random tokens instead.")
-            texts = read_texts(self.prompts or BUNDLED, folder, load_tokenizer(folder)) if has_tokenizer else None
             model = load_model(folder, dtype=self.dtype, numerics=self.numerics, progress=not self.json)
             if texts is None:
                 texts = random_texts(model.vocab_size, model.eos_token_ids)
             report = run_bench(model, folder, texts, options, self._say)
-            run = {
-                "against": self.against,
-                "model": self.model,
-                "checkpoint_sha256": identity.checkpoint_hash(folder),
-                "dtype": self.dtype,
-                "numerics": self.numerics,
-                "threads": torch.get_num_threads(),
-                "environment": identity.thread_settings(),
-                "prompts": "random" if not has_tokenizer else str(self.prompts or "bundled"),
-                "versions": identity.versions(),
-                "machine": identity.machine(),
-                "argv": identity.command_line(),
-                "git_revision": identity.git_revision(),
-            }
+            found = report.as_dict(self._identity(folder))
         finally:
             torch.set_num_threads(threads)
         if not self.json:
             report.print(Console(highlight=False))
-        print(json.dumps(report.as_dict(run), allow_nan=False))
+        print(json.dumps(found, allow_nan=False))
+
+    def _texts(self, folder: Path) -> Texts | None:
+        """What to continue; None, for random tokens, without a tokenizer."""
+        if (folder / "tokenizer.json").is_file():
+            return read_texts(self.prompts or BUNDLED, folder, load_tokenizer(folder))
+        if self.prompts is not None:
+            raise ValueError(f"{folder} has no tokenizer.json: leave out --prompts, for random tokens instead.")
+        return None
+
+    def _identity(self, folder: Path) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "checkpoint_sha256": identity.checkpoint_hash(folder),
+            "against": self.against,
+            "dtype": self.dtype,
+            "numerics": self.numerics,
+            "prompts": None if self.prompts is None else str(self.prompts),
+            "threads": torch.get_num_threads(),
+            "environment": identity.thread_settings(),
+            "versions": identity.versions(),
+            "machine": identity.machine(),
+            "argv": identity.command_line(),
+            "git_revision": identity.git_revision(),
+        }
 
     def _say(self, step: str) -> None:
         if not self.json:

@@ -50,12 +50,12 @@ def seconds(call: Callable[[], object]) -> float:
 def in_turns(calls: Mapping[str, Callable[[], Result]], repeats: int) -> dict[str, list[Result]]:
     """Results of each call, `repeats` times A B C, B C A, ...: what disturbs the machine for a while disturbs all.
 
-    Each turn begins with another call, so that none always follows the same one. Garbage is collected between turns.
+    Each turn begins with another call, so that none always follows the same one. Garbage is collected beforehand.
     """
     names = list(calls)
     results: dict[str, list[Result]] = {name: [] for name in names}
+    gc.collect()
     for turn in range(repeats):
-        gc.collect()
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
             results[name].append(calls[name]())
