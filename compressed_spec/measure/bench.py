@@ -4,6 +4,7 @@ V = vocabulary
 """
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -140,7 +141,7 @@ def _check_sizes(model: DeepseekV4, texts: Texts, options: BenchOptions) -> None
 def check_logits(model: DeepseekV4, peer: TransformersSide, prompt_ids: Sequence[int]) -> float:
     """How far transformers' logits are from ours at the last tokens of a prompt (see `logits_difference`).
 
-    Raises ValueError if that is more than rounding explains.
+    Raises ValueError if that is more than rounding explains, or transformers cannot compute them.
     """
     count = min(CHECKED_TOKENS, len(prompt_ids))
     before, last = prompt_ids[:-count], prompt_ids[-count:]
@@ -149,7 +150,12 @@ def check_logits(model: DeepseekV4, peer: TransformersSide, prompt_ids: Sequence
         model.prefill(cache, [before])
     ours_TV = model.verify(cache, [TokenTree.chain(last)]).logits
     ids_BL = torch.tensor([list(prompt_ids)], device=model.device)
-    theirs_TV = peer.model(ids_BL, use_cache=False, logits_to_keep=count).logits[0]
+    try:
+        theirs_TV = peer.model(ids_BL, use_cache=False, logits_to_keep=count).logits[0]
+    except RuntimeError as error:  # transformers 5.17 multiplies matrices of two dtypes in bfloat16
+        raise ValueError(
+            f"transformers {version('transformers')} cannot run this model ({error}): try --dtype float32, or another version."
+        ) from error
     difference, tolerance = logits_difference(ours_TV, theirs_TV), TOLERANCES[model.embed.weight.dtype]
     if not difference <= tolerance:  # not a number, too
         raise ValueError(
