@@ -8,7 +8,7 @@ import tyro
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
 
 # Large enough that a token's time says something: 13 M parameters beside the draft head's, in V4-Flash's proportions.
-BENCH_SIZE = {
+BENCH_SIZE: dict[str, object] = {
     "moe_intermediate_size": 192,
     "q_lora_rank": 128,
     "o_lora_rank": 64,
@@ -20,6 +20,13 @@ BENCH_SIZE = {
     "n_routed_experts": 8,
     "num_hash_layers": 3,
     "max_position_embeddings": 16384,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
 }
 TINY_RATIOS, BENCH_RATIOS = (0, 4, 128, 4), (0, 0, 4, 128, 4, 128, 4, 128)
 

@@ -93,9 +93,9 @@ def run_bench(
         acceptance_length={name: pace.acceptance_length for name, pace in paces.items() if name in own},
         stage_milliseconds={name: paces[name].stage_milliseconds for name in own},
         speedup_off=ratio(off, theirs),
-        speedup_chain=_speedup(paces["chain"], theirs, options),
-        speedup_tree=_speedup(paces["tree"], theirs, options),
-        tree_over_off=_speedup(paces["tree"], off, options),
+        speedup_chain=speculation_ratio(paces["chain"], theirs, options),
+        speedup_tree=speculation_ratio(paces["tree"], theirs, options),
+        tree_over_off=speculation_ratio(paces["tree"], off, options),
         batches=batches,
         verify_milliseconds={size: summarize([1e3 * s for s in values]) for size, values in round_parts.verify.items()},
         verify_d8_over_d1=ratio(eight, plain_round),
@@ -154,7 +154,8 @@ def check_logits(model: DeepseekV4, peer: TransformersSide, prompt_ids: Sequence
         theirs_TV = peer.model(ids_BL, use_cache=False, logits_to_keep=count).logits[0]
     except RuntimeError as error:  # transformers 5.17 multiplies matrices of two dtypes in bfloat16
         raise ValueError(
-            f"transformers {version('transformers')} cannot run this model ({error}): try --dtype float32, or another version."
+            f"transformers {version('transformers')} cannot run this model ({error}): try --dtype float32, or another "
+            "version of it."
         ) from error
     difference, tolerance = logits_difference(ours_TV, theirs_TV), TOLERANCES[model.embed.weight.dtype]
     if not difference <= tolerance:  # not a number, too
@@ -194,7 +195,7 @@ def _batch(
     return {name: summarize(pace.tokens_per_second) for name, pace in paces.items()}
 
 
-def _speedup(pace: Pace, over: Sequence[float], options: BenchOptions) -> Summary | None:
+def speculation_ratio(pace: Pace, over: Sequence[float], options: BenchOptions) -> Summary | None:
     """None where no draft was accepted, or what was accepted says nothing about trained models."""
     return ratio(pace.tokens_per_second, over) if pace.num_accepted and not options.random_weights else None
 

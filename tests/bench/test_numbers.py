@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compressed_spec.measure.bench import _speedup
+from compressed_spec.measure.bench import speculation_ratio
 from compressed_spec.measure.bench_options import BenchOptions
 from compressed_spec.measure.pace import Pace, compare_pace
 from compressed_spec.measure.sides import Decoded
@@ -103,11 +103,11 @@ def test_differing_texts_are_counted_in_every_repeat() -> None:
 def test_no_ratio_where_nothing_was_accepted_or_weights_are_random() -> None:
     pace = Pace(repeats=((decoded([[1] * 11]),),))
     nothing = Pace(repeats=((decoded([[1] * 11], num_accepted_tokens=0),),))
-    summary = _speedup(pace, [6.25], BenchOptions())
+    summary = speculation_ratio(pace, [6.25], BenchOptions())
     assert summary is not None
     assert summary.median == 2.0
-    assert _speedup(nothing, [6.25], BenchOptions()) is None
-    assert _speedup(pace, [6.25], BenchOptions(random_weights=True)) is None
+    assert speculation_ratio(nothing, [6.25], BenchOptions()) is None
+    assert speculation_ratio(pace, [6.25], BenchOptions(random_weights=True)) is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
