@@ -129,3 +129,14 @@ def test_script(tmp_path: Path) -> None:
     assert json.loads((made / "config.json").read_text())["compress_ratios"] == [0, 4]
     for path in made.iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_script_makes_a_checkpoint_of_a_size_to_time(tmp_path: Path) -> None:
+    """Over ten million parameters beside the draft head's, whatever its other options."""
+    options = ["--size", "bench", "--draft-head", "none", "--experts", "bf16"]
+    subprocess.run([sys.executable, SCRIPT, tmp_path, *options], capture_output=True, check=True, timeout=120)
+    checkpoint = open_checkpoint(tmp_path)
+    config = checkpoint.config
+    assert sum(torch.Size(info.shape).numel() for info in checkpoint.tensors.values()) > 10_000_000
+    assert (config.hidden_size, config.num_hidden_layers, config.max_position_embeddings) == (256, 8, 16384)
+    assert {layer.kind for layer in config.layers} == set(AttentionKind)
