@@ -1,0 +1,79 @@
+"""What a machine can do: rates from data sheets with an assumed attainable part, or measured ones from a file."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compressed_spec.measure.planning.storage import Rate
+from compressed_spec.models.deepseek_v4.load import DEMO
+from compressed_spec.shaping.costs import CostModel
+from compressed_spec.shaping.static import read_json
+
+DEVICES = DEMO.parent / "devices"
+_NUMBERS = ("memory_bytes", "bandwidth", "link_bandwidth", "link_seconds", "launch_seconds")
+_WIDER = {Rate.FP4: Rate.FP8, Rate.FP8: Rate.BF16, Rate.BF16: Rate.FP32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Attainable rates of one device, in bytes, operations and seconds.
+
+    flops: by precision; one that is missing runs as the next wider. link_bandwidth: to the other devices, one way;
+    link_seconds: of the smallest all-reduce. launch_seconds: of one kernel. overhead: seconds of rounds whose matrices
+    are tiny, measured here, in place of counted launches. gather_bandwidth: bytes a second of history rows that each
+    node reads for itself, copied before use; 0 where kernels read them in place and once a sequence.
+    """
+
+    name: str
+    memory_bytes: float
+    bandwidth: float
+    flops: Mapping[Rate, float]
+    link_bandwidth: float = math.inf
+    link_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    overhead: CostModel | None = field(default=None, repr=False)
+    gather_bandwidth: float = 0.0
+
+    def rate(self, precision: Rate) -> float:
+        """Operations a second in this precision."""
+        while precision not in self.flops:
+            precision = _WIDER[precision]
+        return self.flops[precision]
+
+
+def read_device(name_or_file: str) -> Device:
+    """A built-in device by name, or the rates in a JSON file.
+
+    Raises ValueError for an unknown name, and for a file that lacks a rate or has one that is not above 0.
+    """
+    names = sorted(path.stem for path in DEVICES.glob("*.json"))
+    if name_or_file not in names and not name_or_file.endswith(".json"):
+        raise ValueError(
+            f"Unknown device {name_or_file!r}: use cpu, {', '.join(names)}, or a JSON file of measured rates."
+        )
+    path = DEVICES / f"{name_or_file}.json" if name_or_file in names else Path(name_or_file)
+    parsed = read_json(str(path), "device")
+    raw = parsed if isinstance(parsed, dict) else {}
+    flops, attainable = raw.get("flops", {}), raw.get("attainable", {})
+    try:
+        numbers = {key: float(raw[key]) for key in _NUMBERS}
+        part = {key: float(attainable.get(key, 1.0)) for key in ("bandwidth", "flops", "link")}
+        rates = {Rate(key): float(value) * part["flops"] for key, value in flops.items()}
+        valid = min(*numbers.values(), *rates.values(), *part.values()) > 0 and Rate.FP32 in rates
+    except (KeyError, TypeError, ValueError, AttributeError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"The device file {path} needs {', '.join(_NUMBERS)} and flops with at least fp32, each above 0: see the "
+            f"files in {DEVICES}."
+        )
+    return Device(
+        name=path.stem,
+        memory_bytes=numbers["memory_bytes"],
+        bandwidth=numbers["bandwidth"] * part["bandwidth"],
+        flops=rates,
+        link_bandwidth=numbers["link_bandwidth"] * part["link"],
+        link_seconds=numbers["link_seconds"],
+        launch_seconds=numbers["launch_seconds"],
+    )
