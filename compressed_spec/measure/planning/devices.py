@@ -22,7 +22,9 @@ class Device:
     flops: by precision; one that is missing runs as the next wider. link_bandwidth: to the other devices, one way;
     link_seconds: of the smallest all-reduce. launch_seconds: of one kernel. overhead: seconds of rounds whose matrices
     are tiny, measured here, in place of counted launches. gather_bandwidth: bytes a second of history rows that each
-    node reads for itself, copied before use; 0 where kernels read them in place and once a sequence.
+    node reads for itself, copied before use; 0 where kernels read them in place and once a sequence. pass_bandwidth:
+    bytes a second of passes over activations, one for each operation; 0 where kernels are fused. overlaps: whether
+    bytes move while products are computed, so that the slower counts instead of both.
     """
 
     name: str
@@ -34,9 +36,15 @@ class Device:
     launch_seconds: float = 0.0
     overhead: CostModel | None = field(default=None, repr=False)
     gather_bandwidth: float = 0.0
+    pass_bandwidth: float = 0.0
+    overlaps: bool = True
 
-    def rate(self, precision: Rate) -> float:
-        """Operations a second in this precision."""
+    def seconds(self, num_bytes: float, flops: float, precision: Rate) -> float:
+        """To move so many bytes and carry out so many operations in this precision."""
+        moving, computing = num_bytes / self.bandwidth, flops / self._rate(precision)
+        return max(moving, computing) if self.overlaps else moving + computing
+
+    def _rate(self, precision: Rate) -> float:
         while precision not in self.flops:
             precision = _WIDER[precision]
         return self.flops[precision]

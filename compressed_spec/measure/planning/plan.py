@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPlan:
-    """The best topology of `num_nodes` nodes (fewer if acceptance tells of no more), and the chain of exactly as many."""
+    """The best topology of `num_nodes` nodes (fewer if acceptance tells of no more), and the chain of that many."""
 
     num_nodes: int
     tree: Candidate
@@ -117,7 +117,7 @@ def make_plan(
 
 
 def _topologies(acceptance: Acceptance, budget: int) -> list[Topology]:
-    """The longest accepted topology of a budget for each depth limit, since fewer steps draft faster; all of one size."""
+    """The longest accepted topology of a budget for each depth limit (fewer steps draft faster); all of one size."""
     found = {optimal_topology(acceptance[:steps], budget).parents for steps in range(1, len(acceptance) + 1)}
     most = max(map(len, found))
     return [Topology(parents=parents) for parents in sorted(found) if len(parents) == most]

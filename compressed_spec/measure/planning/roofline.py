@@ -17,7 +17,10 @@ from compressed_spec.models.deepseek_v4.names import DRAFT_LAYER, DraftHeadKind
 _BLOCK_KERNELS = {AttentionKind.SLIDING: 24, AttentionKind.HCA: 28, AttentionKind.CSA: 38}
 _ROUND_KERNELS = 40  # metadata, embedding, head, sampling, commit
 _DRAFT_KERNELS = 12  # of a draft step, beside its block: inputs, head, choice of children
-_STREAM_PASSES = 3  # over the residual streams, at each of a block's two sites
+# Passes of a block over a node's streams, heads, expert inputs and expert widths, where each operation is a kernel;
+# fused ones pass over the streams alone.
+_STREAM_PASSES, _HEAD_PASSES, _INPUT_PASSES, _EXPERT_PASSES = 12, 12, 4, 8
+_FUSED_PASSES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +129,7 @@ class Roofline:
         dense = {Part.HYPER, Part.ATTENTION, Part.COMPRESSOR, Part.INDEXER, Part.ROUTER, Part.SHARED}
         self._matrices(one, block, num_nodes, dense)
         self._experts(one, block, num_nodes)
-        # The stream's dtype is the history's.
-        stream_bytes = num_nodes * config.hc_mult * config.hidden_size * self.model.kv_bytes
-        self._work(one, Part.HYPER, 2 * _STREAM_PASSES * stream_bytes, 0.0, Rate.FP32)
+        self._activations(one, num_nodes)
         self._history(one, Part.WINDOW, num_rows, num_nodes, min(context, config.sliding_window), config.sliding_window)
         if spec.kind is not AttentionKind.SLIDING:
             entries = context // spec.ratio
@@ -156,6 +157,18 @@ class Roofline:
             if weight.part is Part.EXPERTS:
                 flops = 2 * num_nodes * chosen * weight.num_elements / ranks
                 self._work(sums, Part.EXPERTS, share * weight.per_rank(ranks), flops, weight.rate)
+
+    def _activations(self, sums: dict[Part, float], num_nodes: int) -> None:
+        """What a block does between its products."""
+        config, device = self.model.config, self.device
+        node_bytes, streams = num_nodes * self.model.kv_bytes, config.hc_mult * config.hidden_size
+        if not device.pass_bandwidth:
+            self._work(sums, Part.ACTIVATIONS, _FUSED_PASSES * node_bytes * streams, 0.0, Rate.FP32)
+            return
+        chosen = config.num_experts_per_tok
+        passes = _STREAM_PASSES * streams + _HEAD_PASSES * config.num_attention_heads * config.head_dim
+        passes += chosen * (_INPUT_PASSES * config.hidden_size + _EXPERT_PASSES * config.moe_intermediate_size)
+        sums[Part.ACTIVATIONS] += node_bytes * passes / device.pass_bandwidth
 
     def _head(self, sums: dict[Part, float], block: str, num_nodes: int) -> None:
         """Streams to logits: the block's own collapse, the model's vocabulary head."""
@@ -193,7 +206,7 @@ class Roofline:
         self._message(sums, score_bytes)
 
     def _work(self, sums: dict[Part, float], part: Part, num_bytes: float, flops: float, rate: Rate) -> None:
-        sums[part] += max(num_bytes / self.device.bandwidth, flops / self.device.rate(rate))
+        sums[part] += self.device.seconds(num_bytes, flops, rate)
 
     def _message(self, sums: dict[Part, float], num_bytes: float) -> None:
         """One all-reduce between the ranks: each sends and receives this twice, less its own part."""

@@ -38,6 +38,7 @@ class Part(StrEnum):
     EMBEDDING = "embedding"
     MARKOV = "markov head"
     DRAFT_INPUT = "draft head inputs"
+    ACTIVATIONS = "activations"
     WINDOW = "window rows"
     ENTRIES = "compressed entries"
     ALL_REDUCE = "all-reduces"
