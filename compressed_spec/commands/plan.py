@@ -197,7 +197,7 @@ def _print_parts(point: PointPlan, console: Console) -> None:
     table.add_column("off", justify="right")
     if point.best is not None:
         table.add_column(point.best.name, justify="right")
-    largest = sorted(point.plain_parts | point.best_parts, key=lambda part: -point.plain_parts.get(part, 0.0))
+    largest = sorted({**point.plain_parts, **point.best_parts}, key=lambda part: -point.plain_parts.get(part, 0.0))
     for part in largest[:_SHOWN_PARTS]:
         table.add_row(*_part_row(point, part.value, [part]))
     table.add_row(*_part_row(point, "other parts", largest[_SHOWN_PARTS:]))

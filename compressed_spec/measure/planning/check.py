@@ -43,10 +43,11 @@ def median_error(steps: Sequence[CheckedStep]) -> float:
 
 
 @torch.no_grad()
-def check_steps(model: DeepseekV4, roofline: Callable[[int], Roofline]) -> list[CheckedStep]:
+def check_steps(model: DeepseekV4, roofline: Callable[[int], Roofline], *, passes: int = PASSES) -> list[CheckedStep]:
     """Time verification and drafting of several trees, batches and contexts, and set them beside the prediction.
 
-    roofline: made for a largest batch size, before anything of the model is timed.
+    roofline: made for a largest batch size, before anything of the model is timed. passes: over the whole grid, far
+    apart in time, of which the fastest counts: what disturbs a machine only ever makes it slower, and passes.
     """
     predicted, drafter = roofline(max(BATCH_SIZES)), make_drafter("auto", model)
     most = max(shape.num_nodes for shape in SHAPES)
@@ -56,9 +57,8 @@ def check_steps(model: DeepseekV4, roofline: Callable[[int], Roofline]) -> list[
         max_nodes=max(BATCH_SIZES) * most,
         max_draft_nodes=max(BATCH_SIZES) * max(shape.num_draft_nodes for shape in SHAPES),
     )
-    # Passes over the whole grid, far apart in time: what disturbs a machine only ever makes it slower, and passes.
-    passes = [_one_pass(model, drafter, cache, predicted) for _ in range(PASSES)]
-    return [min(steps, key=lambda step: step.measured) for steps in zip(*passes, strict=True)]
+    grids = [_one_pass(model, drafter, cache, predicted) for _ in range(passes)]
+    return [min(steps, key=lambda step: step.measured) for steps in zip(*grids, strict=True)]
 
 
 def _one_pass(model: DeepseekV4, drafter: Drafter, cache: Cache, predicted: Roofline) -> list[CheckedStep]:

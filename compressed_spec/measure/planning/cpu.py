@@ -29,15 +29,7 @@ from compressed_spec.tree import TreeShape
 PROFILE_SHAPE = TreeShape(num_steps=4, top_k=3, num_nodes=16)
 LARGEST_BATCH = 4  # of the profile: the terms are linear beyond
 LARGEST_SET = 64 * 2**20  # bytes of weights to read, at most
-THIN = {
-    "hidden_size": 8,
-    "head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "q_lora_rank": 4,
-    "o_lora_rank": 4,
-    "index_head_dim": 4,
-    "moe_intermediate_size": 4,
-}
+THIN_WIDTH, THIN_RANK = 8, 4  # of streams and heads; of everything else
 THIN_VOCABULARY = 256
 MANY_ROWS = 64
 PROFILES = 3
@@ -79,9 +71,20 @@ def measure_cpu(model: PlannedModel, batch_size: int) -> Device:
 
 def thin_model(config: DeepseekV4Config, draft_head: DraftHeadKind, num_draft_layers: int) -> DeepseekV4:
     """A random model of the same layers, heads, experts, window and lists, whose matrices have a few elements."""
-    thin = replace(config, vocab_size=min(config.vocab_size, THIN_VOCABULARY), bos_token_id=None, **THIN)
+    thin = replace(
+        config,
+        vocab_size=min(config.vocab_size, THIN_VOCABULARY),
+        bos_token_id=None,
+        hidden_size=THIN_WIDTH,
+        head_dim=THIN_WIDTH,
+        qk_rope_head_dim=THIN_RANK,
+        q_lora_rank=THIN_RANK,
+        o_lora_rank=THIN_RANK,
+        index_head_dim=THIN_RANK,
+        moe_intermediate_size=THIN_RANK,
+    )
     if thin.dspark is not None:
-        thin = replace(thin, dspark=replace(thin.dspark, noise_token_id=0, markov_rank=4))
+        thin = replace(thin, dspark=replace(thin.dspark, noise_token_id=0, markov_rank=THIN_RANK))
     made = DeepseekV4(thin, draft_head=draft_head, num_draft_layers=num_draft_layers, dtype=torch.float32)
     for name, tensor in made.state_dict().items():
         tensor.copy_(random_tensor(name, tuple(tensor.shape), thin, 0))
@@ -101,11 +104,11 @@ def _products(config: DeepseekV4Config, num_bytes: int) -> _Products:
     inputs, outputs = config.hidden_size, 2 * config.moe_intermediate_size
     count = max(2, num_bytes // (4 * inputs * outputs))
     weights = [torch.rand(outputs, inputs) for _ in range(count)]
-    thin = torch.rand(8, 8)
+    thin = torch.rand(THIN_WIDTH, THIN_WIDTH)
 
     def seconds(num_rows: int) -> float:
         """Of one product, without its launch."""
-        x_TI, thin_TI = torch.rand(num_rows, inputs), torch.rand(num_rows, 8)
+        x_TI, thin_TI = torch.rand(num_rows, inputs), torch.rand(num_rows, THIN_WIDTH)
         spent = _fastest(lambda: [F.linear(x_TI, weight_OI) for weight_OI in weights])
         return (spent - _fastest(lambda: [F.linear(thin_TI, thin) for _ in weights])) / count
 
@@ -124,7 +127,7 @@ def _gather_bandwidth(config: DeepseekV4Config) -> float:
         rows_TK = torch.randint(2 * listed, (NODES, listed))
         return _fastest(lambda: attention(q_THD, kv_RD, rows_TK, None, None, sink_H))
 
-    spent = seconds(config.head_dim) - seconds(THIN["head_dim"])
+    spent = seconds(config.head_dim) - seconds(THIN_WIDTH)
     return NODES * listed * config.head_dim * 4 / max(spent, 1e-9)
 
 
@@ -135,7 +138,7 @@ def _pass_bandwidth(config: DeepseekV4Config) -> float:
         x_TD, y_TD = torch.rand(2, NODES, config.hc_mult * width)
         return _fastest(lambda: [(x_TD * y_TD).square() for _ in range(64)]) / 128
 
-    spent = seconds(config.hidden_size) - seconds(THIN["hidden_size"])
+    spent = seconds(config.hidden_size) - seconds(THIN_WIDTH)
     return NODES * config.hc_mult * config.hidden_size * 4 / max(spent, 1e-9)
 
 
