@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def device() -> Callable[..., Device]:
     """1e12 bytes and 1e15 operations a second, and no other costs, unless told otherwise."""
 
     def make(**overrides: Any) -> Device:
-        numbers = {"name": "round", "memory_bytes": 1e12, "bandwidth": 1e12, "flops": {Rate.FP32: 1e15}}
-        return Device(**(numbers | overrides))
+        plain = Device(name="round", memory_bytes=1e12, bandwidth=1e12, flops={Rate.FP32: 1e15})
+        return replace(plain, **overrides)
 
     return make
