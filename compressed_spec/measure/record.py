@@ -230,7 +230,7 @@ class MemoryRecord:
     """Bytes. peak: the most during the point, weights, draft head and branch state included.
 
     peak_of: "device" (the allocator's), "process" (resident, since the point began) or "process-lifetime".
-    weights: all parameters; draft_head: those of the draft head among them. cache: pools, scratch rows included.
+    weights: all tensors of the model; draft_head: those of the draft head among them. cache: pools, scratch included.
     """
 
     peak: int
