@@ -12,6 +12,7 @@ import tyro
 from compressed_spec.commands.generate import GenerateCommand
 from compressed_spec.commands.inspect import InspectCommand
 from compressed_spec.commands.plan import PlanCommand
+from compressed_spec.commands.report import ReportCommand
 from compressed_spec.commands.sweep import SweepCommand
 
 PROG = "compressed-spec"
@@ -19,8 +20,10 @@ Command = (
     Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
     | Annotated[SweepCommand, tyro.conf.subcommand("sweep")]
 )
+AnyCommand = GenerateCommand | InspectCommand | PlanCommand | ReportCommand | SweepCommand
 
 # Python's words for a number that is none.
 _PLAIN_WORDS = {
@@ -54,12 +57,12 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: objec
     print(f"{PROG}: warning: {message}", file=sys.stderr)
 
 
-def _parse(argv: list[str] | None) -> GenerateCommand | InspectCommand | PlanCommand | SweepCommand:
+def _parse(argv: list[str] | None) -> AnyCommand:
     """tyro's reading of the arguments, its boxed explanation of a fault cut down to the fault."""
     captured = io.StringIO()
     try:
         with redirect_stderr(captured):
-            command: GenerateCommand | InspectCommand | PlanCommand | SweepCommand = tyro.cli(Command, prog=PROG, args=argv)
+            command: AnyCommand = tyro.cli(Command, prog=PROG, args=argv)
     except SystemExit as stop:
         if stop.code == 2:
             print(f"{PROG}: {_fault(captured.getvalue())} (see {PROG} --help)", file=sys.stderr)
