@@ -14,9 +14,13 @@ import pytest
 
 from compressed_spec.cli import main
 from compressed_spec.measure.record import SweepRecord
+from compressed_spec.measure.reporting import report
 from compressed_spec.measure.reporting.lanes import lanes
+from compressed_spec.measure.reporting.pictures import KINDS
+from compressed_spec.measure.reporting.recommend import advise
 from compressed_spec.measure.reporting.report import write_report
 from compressed_spec.measure.reporting.tables import gain_frames, point_frame
+from compressed_spec.measure.reporting.theme import LIGHT, styled
 
 Sweep = Callable[..., list[SweepRecord]]
 Save = Callable[[Path, list[SweepRecord]], Path]
@@ -61,7 +65,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def written(sweep: Sweep, save: Save, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    records = sweep(SPEEDS, datasets=["gsm8k", "<b>mb&pp"])
+    records = sweep(SPEEDS, datasets=["<b>mb&pp"])
     halves = [save(folder / f"{i}.jsonl", records[i::2]) for i in (0, 1)]
     write_report([str(path) for path in halves], str(folder / "out"))
     return folder / "out"
@@ -82,7 +86,7 @@ def test_page_needs_nothing_else(written: Path) -> None:
 
 def test_every_picture_is_a_file_and_on_the_page(written: Path) -> None:
     names = sorted(path.name for path in written.glob("*.png"))
-    assert names == sorted(f"{dataset}-{stem}.png" for dataset in ("gsm8k", "b-mb-pp") for stem in STEMS)
+    assert names == sorted(f"b-mb-pp-{stem}.png" for stem in STEMS)
     page = Page((written / "report.html").read_text())
     embedded = [base64.b64decode(one.partition(",")[2]) for one in page.references]
     assert all(data.startswith(b"\x89PNG") for data in embedded)
@@ -131,6 +135,13 @@ def test_numbers_behind_the_pictures(sweep: Sweep) -> None:
     assert frame["tokens/s"][0].startswith(f"{speed(1, 'off'):.1f} (")
 
 
+@pytest.fixture
+def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is not about pictures: each takes a while to draw."""
+    monkeypatch.setattr(report, "KINDS", KINDS[4:5])
+
+
+@pytest.mark.usefixtures("few_pictures")
 def test_failures_are_told(sweep: Sweep, save: Save, tmp_path: Path) -> None:
     records = sweep(SPEEDS, failing=["s3_k1_d4"])
     records[-1] = replace(records[-1], results=None, error="No memory.")
@@ -141,22 +152,28 @@ def test_failures_are_told(sweep: Sweep, save: Save, tmp_path: Path) -> None:
     assert "gsm8k, s3_k2_d6, batch 8, repeat 1: No memory." in text
 
 
-def test_little_was_measured(sweep: Sweep, save: Save, tmp_path: Path) -> None:
+def test_little_was_measured(sweep: Sweep) -> None:
     """Only plain decoding, only one chain, only a tree that chooses its own form: fewer pictures, no fault."""
-    for name, trees in {"off": ["off"], "chain": ["s3_k1_d4"], "auto": ["off", "auto"]}.items():
+    for trees in (["off"], ["s3_k1_d4"], ["off", "auto"]):
         records = sweep({2: dict.fromkeys(trees, 50.0)}, num_requests=1, num_repeats=1)
-        report = write_report([str(save(tmp_path / f"{name}.jsonl", records))], str(tmp_path / name))
-        assert report.sentences == ("No advice at batch 2, where too little was measured.",)
-        assert 0 < len(report.pictures) < len(STEMS)
+        (lane,) = lanes(records)
+        with styled(LIGHT):
+            drawn = [kind.stem for kind in KINDS if kind.draw(lane, LIGHT) is not None]
+        assert {"stages", "latency"} <= set(drawn) < set(STEMS)
+        assert [one.sentence for one in advise(records)] == ["No advice at batch 2, where too little was measured."]
 
 
-def test_pictures_of_several_drafters_have_names_of_their_own(sweep: Sweep, save: Save, tmp_path: Path) -> None:
+def test_batch_sizes_without_drafts_belong_to_the_drafters_lane(sweep: Sweep) -> None:
+    (lane,) = lanes(sweep({1: {"off": 50.0}, 2: {"off": 50.0, "s3_k1_d4": 60.0}}))
+    assert (list(lane.trees), lane.first, lane.drafter) == ([1, 2], 2, "auto")
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_pictures_of_several_lanes_have_names_of_their_own(sweep: Sweep, save: Save, tmp_path: Path) -> None:
     other = [one for one in sweep(SPEEDS, drafter="ngram") if one.tree != "off"]
-    opened = sweep(SPEEDS, arrival_rate=2.0)
-    report = write_report(
-        [str(save(tmp_path / "results.jsonl", sweep(SPEEDS) + other + opened))], str(tmp_path / "out")
-    )
-    assert len({path.name for path in report.pictures}) == len(report.pictures) == 3 * len(STEMS)
+    records = sweep(SPEEDS, datasets=["a b", "a-b"]) + other + sweep(SPEEDS, arrival_rate=2.0)
+    written = write_report([str(save(tmp_path / "results.jsonl", records))], str(tmp_path / "out"))
+    assert len({path.name for path in written.pictures}) == len(written.pictures) == 4
 
 
 # The command, and what it refuses
@@ -172,6 +189,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
     return code, out, err
 
 
+@pytest.mark.usefixtures("few_pictures")
 def test_command(sweep: Sweep, save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(tmp_path / "results.jsonl", sweep(SPEEDS))
     code, out, _ = run(capsys, path, "--output", tmp_path / "out")
@@ -195,11 +213,12 @@ def damaged(kind: str, records: list[SweepRecord], save: Save, folder: Path) -> 
         return [save(folder / "other.jsonl", [replace(one, results=None, error="No.") for one in records])]
     other = folder / "other.jsonl"
     if kind in ("max_new_tokens", "cpu"):
-        changed = {
-            "max_new_tokens": {"setup": replace(records[0].setup, max_new_tokens=99)},
-            "cpu": {"environment": replace(records[0].environment, cpu="Another")},
-        }[kind]
-        return [first, save(other, [replace(records[0], point_id="new", **changed)])]
+        mixed = replace(records[0], point_id="new")
+        if kind == "cpu":
+            mixed = replace(mixed, environment=replace(mixed.environment, cpu="Another"))
+        else:
+            mixed = replace(mixed, setup=replace(mixed.setup, max_new_tokens=99))
+        return [first, save(other, [mixed])]
     contents = {
         "empty": "",
         "text": "not a record\n",
@@ -240,6 +259,7 @@ def test_damaged_or_mixed_results(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("few_pictures")
 def test_a_line_that_a_kill_cut_short_is_no_damage(sweep: Sweep, save: Save, tmp_path: Path) -> None:
     path = save(tmp_path / "results.jsonl", sweep({1: {"off": 50, "s3_k1_d4": 60}}))
     path.write_text(path.read_text()[:-100])

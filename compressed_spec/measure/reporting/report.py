@@ -57,7 +57,7 @@ def _require_libraries() -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise ValueError(
-                f"A report needs {name}, which is not here: pip install 'compressed-spec[report]'."
+                f"A report needs {name}, which is not installed: pip install 'compressed-spec[report]'."
             ) from error
 
 
