@@ -53,7 +53,7 @@ def test_intervals_that_hold_zero_support_nothing(sweep: Sweep) -> None:
 def test_a_tree_that_is_no_better_than_a_chain_is_not_recommended(sweep: Sweep) -> None:
     (verdict,) = advise(sweep({1: {"off": 50, TREE: 80.05, CHAIN: 80, SMALL: 79.95, "auto": 80.02}}))[0].verdicts
     assert verdict.mode == Mode(tree=SMALL, drafter="auto")
-    assert verdict.reason is Reason.SIMPLEST
+    assert verdict.reason is Reason.AS_GOOD
 
 
 def test_batch_sizes_fall_into_ranges(sweep: Sweep) -> None:
@@ -64,6 +64,21 @@ def test_batch_sizes_fall_into_ranges(sweep: Sweep) -> None:
     assert "; use s3_k1_d4 at batch 16 (+" in found
     assert found.endswith("; speculation off from batch 32, where it is slower.")
     assert sentence(sweep({2: lose, 8: lose})) == "Speculation off at batch 2 to 8, where it is slower."
+
+
+def test_one_mode_serves_as_many_batch_sizes_as_it_can(sweep: Sweep) -> None:
+    """At batch 2 the chain and the tree do as well; the tree is needed at batch 1, another chain at batch 4."""
+    speeds = {
+        1: {"off": 50.0, TREE: 90.0, CHAIN: 70.0, SMALL: 60.0},
+        2: {"off": 50.0, TREE: 80.05, CHAIN: 80.0, SMALL: 60.0},
+        4: {"off": 50.0, TREE: 60.0, CHAIN: 60.0, SMALL: 90.0},
+    }
+    found = sentence(sweep(speeds))
+    assert found.startswith("Use s3_k2_d6 at batch <= 2 (+6")
+    assert "; use s3_k1_d4 from batch 4 (+" in found
+    verdicts = advise(sweep(speeds))[0].verdicts
+    assert [verdict.reason for verdict in verdicts] == [Reason.FASTEST, Reason.AS_GOOD, Reason.FASTEST]
+    assert all(verdict.gain == verdict.gains[verdict.mode] for verdict in verdicts if verdict.mode is not None)
 
 
 def test_datasets_are_judged_together(sweep: Sweep) -> None:

@@ -144,19 +144,23 @@ def stage_times(lane: Lane, theme: Theme) -> "Figure | None":
         return None
     figure = _figure(1.3 + 0.27 * len(bars))
     axes = figure.subplots()
-    # A gap between batch sizes.
-    places = np.cumsum([0.0] + [1.0 if a == b else 1.6 for (a, _), (b, _) in pairwise(bars)])
+    places = _places([batch_size for batch_size, _ in bars])
     left = np.zeros(len(bars))
     for stage, color in zip(_STAGES, theme.stages, strict=True):
         lengths = np.array([1e3 * _seconds(one, stage) / _output_tokens(one) for _, one in bars])
         axes.barh(places, lengths, 0.8, left=left, color=color, label=stage, edgecolor=theme.paper, linewidth=0.5)
         left += lengths
     axes.set_yticks(places, [f"batch {batch_size}  {one.name}" for batch_size, one in bars])
-    axes.invert_yaxis()
+    axes.set_ylim(places[-1] + 0.8, -0.8)
     axes.set_xlabel("milliseconds an output token")
     axes.grid(axis="y", visible=False)
     _legend(figure, axes, columns=3)
     return figure
+
+
+def _places(batch_sizes: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    """Heights of rows, one under the other, with a gap between batch sizes."""
+    return np.cumsum([0.0] + [1.0 if one == other else 1.6 for one, other in pairwise(batch_sizes)])
 
 
 def _output_tokens(tree: Tree) -> int:
@@ -227,9 +231,9 @@ def chain_against_tree(lane: Lane, theme: Theme) -> "Figure | None":
         return None
     figure = _figure(1.5 + 0.27 * len(rows))
     panels = figure.subplots(1, 2, sharey=True)
-    places = np.arange(len(rows))
+    places = _places([batch_size for batch_size, _, _ in rows])
     for axes, measure, title in zip(panels, (LENGTH, SPEED), ("tokens a round", "tokens/s"), strict=True):
-        for place, (_, by_measure) in zip(places, rows, strict=True):
+        for place, (_, _, by_measure) in zip(places, rows, strict=True):
             one = by_measure.get(measure)
             if one is None:
                 continue
@@ -250,13 +254,13 @@ def chain_against_tree(lane: Lane, theme: Theme) -> "Figure | None":
         axes.set_xlabel("gain of tree, %")
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.12)
-    panels[0].set_yticks(places, [label for label, _ in rows])
-    panels[0].invert_yaxis()
+    panels[0].set_yticks(places, [f"batch {batch_size}, {budget}" for batch_size, budget, _ in rows])
+    panels[0].set_ylim(places[-1] + 0.8, -0.8)
     return figure
 
 
-def comparison_rows(lane: Lane, batch_sizes: Iterable[int]) -> list[tuple[str, dict[Measure, Comparison]]]:
-    """Labels and comparisons: of each budget the fastest tree's with the chain, then the best of each."""
+def comparison_rows(lane: Lane, batch_sizes: Iterable[int]) -> list[tuple[int, str, dict[Measure, Comparison]]]:
+    """Batch size, budget and comparisons: at each D the fastest tree's with the chain, then the best of each."""
     rows = []
     for batch_size in batch_sizes:
         trees = lane.trees[batch_size]
@@ -271,10 +275,10 @@ def comparison_rows(lane: Lane, batch_sizes: Iterable[int]) -> list[tuple[str, d
                 if one.num_nodes == nodes and one.second == tree.name
             }
             if found:
-                rows.append((f"batch {batch_size}, D {nodes}", found))
+                rows.append((batch_size, f"D {nodes}", found))
         any_budget = {measure: some[0] for measure, some in best.items() if some}
         if any_budget:
-            rows.append((f"batch {batch_size}, best", any_budget))
+            rows.append((batch_size, "best", any_budget))
     return rows
 
 

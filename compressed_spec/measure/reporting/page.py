@@ -22,14 +22,13 @@ def comparison_table(lane: Lane) -> str:
     import pandas
 
     lines = []
-    for label, by_measure in charts.comparison_rows(lane, lane.trees):
-        batch, budget = label.removeprefix("batch ").split(", ")
+    for batch_size, budget, by_measure in charts.comparison_rows(lane, lane.trees):
         length, speed = by_measure.get(LENGTH), by_measure.get(SPEED)
         one = speed or length
         assert one is not None
         lines.append(
             {
-                "batch": batch,
+                "batch": batch_size,
                 "D": budget.removeprefix("D "),
                 "chain": one.first,
                 "tree": one.second,

@@ -1,13 +1,14 @@
 """One plain recommendation, of nothing that the intervals do not support.
 
 At each batch size, over the requests of all datasets together: a tree is worth naming only if the interval of its gain
-over plain decoding lies above 0, and only if no simpler one (a chain before a tree, fewer nodes before more) is as good
-as far as the intervals tell. The best of many is partly lucky, so choosing it must win too: each half of the requests
-is decoded with what was best on the other half. Otherwise speculation stays off.
+over plain decoding lies above 0 and none is shown to be faster. The best of many is partly lucky, so choosing it must
+win too: each half of the requests is decoded with what was best on the other half. Otherwise speculation stays off. Of
+what remains, the advice takes what holds for the most batch sizes, and of that the simplest: a chain before a tree,
+fewer nodes before more.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from compressed_spec.measure.bootstrap import Interval
@@ -33,7 +34,7 @@ class Reason(StrEnum):
     """Why a mode is recommended, as the page says it."""
 
     FASTEST = "shown to be the fastest"
-    SIMPLEST = "the simplest of those that are as good, as far as the intervals tell"
+    AS_GOOD = "none is shown to be faster"
     SLOWER = "every other way is slower"
     NOT_SHOWN = "no other way is shown to be faster"
     LUCK = "what is best on half of the requests does not win on the other half"
@@ -44,13 +45,14 @@ class Reason(StrEnum):
 class Verdict:
     """What to use at a batch size; `mode` is PLAIN for speculation off, None where too little was measured to tell.
 
-    gain: over plain decoding, of the mode or, if off, of the fastest other.
+    gain: over plain decoding, of the mode or, if off, of the fastest other. gains: of all that would do as well.
     """
 
     batch_size: int
     mode: Mode | None
     gain: Interval | None
     reason: Reason
+    gains: Mapping[Mode, Interval] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def advise(records: Sequence[SweepRecord]) -> list[Advice]:
     for load in loads:
         here = {batch_size: modes for (some, batch_size), modes in sorted(points.items(), key=lambda one: one[0][1])
                 if some == load}  # fmt: skip
-        verdicts = tuple(_verdict(batch_size, modes) for batch_size, modes in here.items())
+        verdicts = tuple(_coherent([_verdict(batch_size, modes) for batch_size, modes in here.items()]))
         sentence = _sentence(verdicts, several)
         if len(loads) > 1:
             sentence = f"At {load}: {sentence}"
@@ -102,8 +104,31 @@ def _verdict(batch_size: int, modes: ByMode) -> Verdict:
     else:
         as_good = [one for one in winners if one == best or _compare(modes, one, best).gain.low <= 0]
         mode = min(as_good, key=_simplicity)
-        reason, shown = Reason.SIMPLEST if len(as_good) > 1 else Reason.FASTEST, on_plain[mode].gain
+        return Verdict(
+            batch_size=batch_size,
+            mode=mode,
+            gain=on_plain[mode].gain,
+            reason=Reason.AS_GOOD if len(as_good) > 1 else Reason.FASTEST,
+            gains={one: on_plain[one].gain for one in as_good},
+        )
     return Verdict(batch_size=batch_size, mode=mode, gain=shown, reason=reason)
+
+
+def _coherent(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The same verdicts with one mode for as many batch sizes in a row as it does as well as any."""
+    found: list[Verdict] = []
+    while len(found) < len(verdicts):
+        rest = verdicts[len(found) :]
+        shared, count = set(rest[0].gains), 1
+        while count < len(rest) and shared & rest[count].gains.keys():
+            shared &= rest[count].gains.keys()
+            count += 1
+        if not shared:
+            found.append(rest[0])
+            continue
+        mode = min(shared, key=_simplicity)
+        found += [replace(one, mode=mode, gain=one.gains[mode]) for one in rest[:count]]
+    return found
 
 
 def _compare(modes: ByMode, first: Mode, second: Mode) -> Comparison:
