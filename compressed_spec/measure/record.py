@@ -121,7 +121,7 @@ class Throughput:
 
     duration: seconds of wall time, first arrival to last token. completed, failed, timed_out: requests; tokens of all
     of them count. *_throughput: per second of duration. decode_throughput: tokens after each request's first, per
-    second that was neither prefill nor idle. mean_concurrency: requests under way, averaged over the duration.
+    second of the steps that admitted no request (nor idled). mean_concurrency: requests under way, over the duration.
     """
 
     duration: float
