@@ -37,7 +37,7 @@ def print_comparisons(records: Sequence[SweepRecord], console: Console) -> None:
                 console.print(f"{one.second}: {one.same_outputs} of {one.num_requests} texts are plain decoding's")
         pairs = equal_budget(mine, LENGTH), equal_budget(mine, SPEED)
         best = best_of_each(mine, LENGTH) + best_of_each(mine, SPEED)
-        if best:
+        if pairs[0] or best:
             console.print(_chain_table(*pairs, best))
         comparisons += [*plain, *pairs[0], *pairs[1], *best]
     if any(one.overlap for one in comparisons):
