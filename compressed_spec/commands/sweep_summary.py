@@ -7,7 +7,6 @@ from rich.table import Table
 
 from compressed_spec.measure.bootstrap import Interval
 from compressed_spec.measure.compare import (
-    OFF,
     Comparison,
     Group,
     Measure,
@@ -24,15 +23,21 @@ _UNCERTAIN = "~"
 
 
 def print_comparisons(records: Sequence[SweepRecord], console: Console) -> None:
-    """A group's trees, then its chains against its trees. A mark says where this run shows no difference."""
+    """A group's trees, then its chains against its trees. A mark says where this run shows no difference.
+
+    tokens/s: of decoding, prefill apart.
+    """
     comparisons: list[Comparison] = []
     for group, trees in by_group(records).items():
         mine = [record for some in trees.values() for record in some]
         plain = against_off(mine, SPEED)
         console.print(_trees_table(group, trees, plain))
+        for one in plain:
+            if one.same_outputs != one.num_requests:
+                console.print(f"{one.second}: {one.same_outputs} of {one.num_requests} texts are plain decoding's")
         pairs = equal_budget(mine, LENGTH), equal_budget(mine, SPEED)
         best = best_of_each(mine, LENGTH) + best_of_each(mine, SPEED)
-        if best:
+        if pairs[0] or best:
             console.print(_chain_table(*pairs, best))
         comparisons += [*plain, *pairs[0], *pairs[1], *best]
     if any(one.overlap for one in comparisons):
@@ -46,11 +51,16 @@ def print_comparisons(records: Sequence[SweepRecord], console: Console) -> None:
 def _trees_table(group: Group, trees: dict[str, list[SweepRecord]], plain: Sequence[Comparison]) -> Table:
     rate = "" if group.arrival_rate is None else f", {group.arrival_rate:g} requests/s"
     title = f"{group.dataset}, {group.drafter}, batch {group.batch_size}, T {group.temperature:g}{rate}"
-    table = Table("tree", "tokens a round", "tokens/s, without prefill", "gain on off", title=title)
+    table = Table("tree", "tokens a round", "tokens/s", "gain on off", title=title)
     gains = {one.second: one for one in plain}
     for tree, some in trees.items():
-        gain = "" if tree == OFF or tree not in gains else _gain(gains[tree])
-        table.add_row(tree, _cell(tree_interval(some, LENGTH)), _cell(tree_interval(some, SPEED)), gain)
+        one = gains.get(tree)
+        table.add_row(
+            tree,
+            _cell(tree_interval(some, LENGTH), ".2f"),
+            _cell(tree_interval(some, SPEED), ".4g"),
+            "" if one is None else _gain(one),
+        )
     return table
 
 
@@ -68,8 +78,8 @@ def _chain_table(lengths: Sequence[Comparison], speeds: Sequence[Comparison], be
 
 def _gain(one: Comparison) -> str:
     gain, mark = one.gain, f" {_UNCERTAIN}" if one.overlap else ""
-    return f"{gain.estimate:+.1%} ({gain.low:+.1%} .. {gain.high:+.1%}){mark}"
+    return rf"{gain.estimate:+.1%} \[{gain.low:+.0%}, {gain.high:+.0%}]{mark}"
 
 
-def _cell(one: Interval) -> str:
-    return f"{one.estimate:.2f} ({one.low:.2f} .. {one.high:.2f})"
+def _cell(one: Interval, digits: str) -> str:
+    return rf"{one.estimate:{digits}} \[{one.low:{digits}}, {one.high:{digits}}]"

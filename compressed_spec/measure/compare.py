@@ -52,7 +52,8 @@ class Group:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """`second` against `first`. gain: second / first - 1, paired by request and repeat. num_nodes: the verify budget D,
-    None where it differs. overlap: the two intervals share a value. warning: what to beware of, if anything."""
+    None where it differs. same_outputs: requests that gave the same tokens in all repeats of both, None for the best of
+    each. overlap: the two intervals share a value. warning: what to beware of, if anything."""
 
     measure: Measure
     group: Group
@@ -64,6 +65,7 @@ class Comparison:
     gain: Interval
     num_requests: int
     num_repeats: int
+    same_outputs: int | None
     overlap: bool
     warning: str | None
 
@@ -85,14 +87,15 @@ def by_group(records: Iterable[SweepRecord]) -> dict[Group, dict[str, list[Sweep
 
 def equal_budget(records: Iterable[SweepRecord], measure: Measure) -> list[Comparison]:
     """Each chain (first) against every tree (second) that verifies as many nodes, everything else equal."""
-    found = []
-    for group, trees in by_group(records).items():
-        shapes = _shapes(trees)
-        for chain, chain_shape in shapes.items():
-            for tree, shape in shapes.items():
-                if chain_shape.top_k == 1 < shape.top_k and shape.num_nodes == chain_shape.num_nodes:
-                    found.append(compare(group, chain, trees[chain], tree, trees[tree], measure))
-    return found
+    return [
+        compare(group, chain, trees[chain], tree, trees[tree], measure)
+        for group, trees in by_group(records).items()
+        for chain, chain_shape in _shapes(trees).items()
+        for tree, shape in _shapes(trees).items()
+        if chain_shape.top_k == 1 < shape.top_k
+        and shape.num_nodes == chain_shape.num_nodes
+        and _pair([trees[chain], trees[tree]])
+    ]
 
 
 def best_of_each(records: Iterable[SweepRecord], measure: Measure) -> list[Comparison]:
@@ -100,20 +103,19 @@ def best_of_each(records: Iterable[SweepRecord], measure: Measure) -> list[Compa
 
     The best of many is partly lucky, and of more candidates luckier. So each half of the requests (every other one) is
     judged with the two that were best on the other half; the names are of the best on all of them. Groups with fewer
-    than two requests, without a chain or without a tree are left out.
+    than two requests that all finished, without a chain or without a tree are left out.
     """
     found = []
     for group, trees in by_group(records).items():
         shapes = _shapes(trees)
-        names = list(shapes)
-        if {shape.top_k > 1 for shape in shapes.values()} != {False, True}:
+        pairing = _pair([trees[name] for name in shapes]) if shapes else None
+        if pairing is None or len(pairing.requests) < 2 or len({shape.top_k > 1 for shape in shapes.values()}) < 2:
             continue
-        sums = dict(zip(names, _paired([trees[name] for name in names], measure), strict=True))
-        chains = {name: sums[name] for name in names if shapes[name].top_k == 1}
-        others = {name: sums[name] for name in names if shapes[name].top_k > 1}
-        if sums[names[0]].num_requests > 1:
-            chain, tree = _best(chains), _best(others)
-            found.append(_comparison(group, chain, _held_out(chains), tree, _held_out(others), measure))
+        sums = dict(zip(shapes, pairing.sums(measure), strict=True))
+        chains = {name: one for name, one in sums.items() if shapes[name].top_k == 1}
+        others = {name: one for name, one in sums.items() if shapes[name].top_k > 1}
+        chain, tree = _best(chains), _best(others)
+        found.append(_comparison(group, chain, _held_out(chains), tree, _held_out(others), measure, None))
     return found
 
 
@@ -122,9 +124,8 @@ def against_off(records: Iterable[SweepRecord], measure: Measure) -> list[Compar
     return [
         compare(group, OFF, trees[OFF], tree, some, measure)
         for group, trees in by_group(records).items()
-        if OFF in trees
         for tree, some in trees.items()
-        if tree != OFF
+        if tree != OFF and OFF in trees and _pair([trees[OFF], some])
     ]
 
 
@@ -137,13 +138,19 @@ def compare(
     measure: Measure,
 ) -> Comparison:
     """Two trees over the repeats and requests that both finished. Raises ValueError if there are none."""
-    one, other = _paired([first_records, second_records], measure)
-    return _comparison(group, first, one, second, other, measure)
+    pairing = _pair([first_records, second_records])
+    if pairing is None:
+        raise ValueError(f"No request was finished in a repeat of both {first} and {second}: run more of them.")
+    one, other = pairing.sums(measure)
+    return _comparison(group, first, one, second, other, measure, pairing.num_same_outputs())
 
 
 def tree_interval(records: Sequence[SweepRecord], measure: Measure) -> Interval:
     """One tree's measure, over its repeats and finished requests. Raises ValueError if there are none."""
-    return _paired([records], measure)[0].interval()
+    pairing = _pair([records])
+    if pairing is None:
+        raise ValueError("No request was finished in all repeats, so there is nothing to measure: run more.")
+    return pairing.sums(measure)[0].interval()
 
 
 def _group(record: SweepRecord, drafter: str) -> Group:
@@ -192,7 +199,7 @@ def _held_out(candidates: Mapping[str, RatioSums]) -> RatioSums:
 
 
 def _comparison(
-    group: Group, first: str, one: RatioSums, second: str, other: RatioSums, measure: Measure
+    group: Group, first: str, one: RatioSums, second: str, other: RatioSums, measure: Measure, same_outputs: int | None
 ) -> Comparison:
     shapes = _shapes([first, second])
     budgets = {shape.num_nodes for shape in shapes.values()}
@@ -216,32 +223,46 @@ def _comparison(
         gain=gain,
         num_requests=one.num_requests,
         num_repeats=one.num_repeats,
+        same_outputs=same_outputs,
         overlap=overlap,
         warning="; ".join(warnings) or None,
     )
 
 
-def _paired(sides: Sequence[Sequence[SweepRecord]], measure: Measure) -> list[RatioSums]:
-    """Each side's sums over the repeats that all have, and the requests that all of their records finished."""
-    repeats = set.intersection(*({record.repeat for record in side} for side in sides))
-    chosen = [{record.repeat: record for record in side} for side in sides]
-    finished = [
-        {one.index for one in _requests(side[repeat]) if one.error is None} for side in chosen for repeat in repeats
-    ]
-    requests = sorted(set.intersection(*finished)) if finished else []
-    if not requests:
-        names = " and ".join(sorted({record.tree for side in sides for record in side}))
-        raise ValueError(f"No request was finished in a repeat of {names}, so there is nothing to compare: run more.")
-    found = []
-    for side in chosen:
-        parts_RN2 = np.array(
-            [[_PARTS[measure](_requests(side[repeat])[index]) for index in requests] for repeat in sorted(repeats)],
-            dtype=np.float64,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pairing:
+    """Repeats and requests that all sides finished, and each side's requests, by repeat."""
+
+    repeats: tuple[int, ...]
+    requests: tuple[int, ...]
+    sides: tuple[Mapping[int, Sequence[RequestRecord]], ...]
+
+    def sums(self, measure: Measure) -> list[RatioSums]:
+        """One a side."""
+        found = []
+        for side in self.sides:
+            parts_RN2 = np.array(
+                [[_PARTS[measure](side[repeat][index]) for index in self.requests] for repeat in self.repeats],
+                dtype=np.float64,
+            )
+            found.append(RatioSums(above_RN=parts_RN2[:, :, 0], below_RN=parts_RN2[:, :, 1]))
+        return found
+
+    def num_same_outputs(self) -> int:
+        """Requests whose tokens never differ."""
+        outputs = (
+            {side[repeat][index].output_hash for side in self.sides for repeat in self.repeats}
+            for index in self.requests
         )
-        found.append(RatioSums(above_RN=parts_RN2[:, :, 0], below_RN=parts_RN2[:, :, 1]))
-    return found
+        return sum(len(some) == 1 for some in outputs)
 
 
-def _requests(record: SweepRecord) -> tuple[RequestRecord, ...]:
-    assert record.results is not None, "failed records are left out"
-    return record.results.requests
+def _pair(sides: Sequence[Sequence[SweepRecord]]) -> _Pairing | None:
+    """None if there is nothing that all finished."""
+    by_repeat = tuple({record.repeat: record.results.requests for record in side if record.results} for side in sides)
+    repeats = set.intersection(*(set(side) for side in by_repeat))
+    finished = [{one.index for one in side[repeat] if one.error is None} for side in by_repeat for repeat in repeats]
+    requests = set.intersection(*finished) if finished else set()
+    if not requests:
+        return None
+    return _Pairing(repeats=tuple(sorted(repeats)), requests=tuple(sorted(requests)), sides=by_repeat)

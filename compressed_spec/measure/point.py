@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -47,6 +48,12 @@ class Point:
     arrival_rate: float | None
     repeat: int
 
+    @property
+    def tree_file_hash(self) -> str | None:
+        """Of the file in a name like static:FILE. Raises OSError if it is gone."""
+        path = self.tree.partition(":")[2]
+        return f"sha256:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}" if path else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -65,6 +72,7 @@ class Workload:
         """The same for the same point on every run; how the user spelled the model's path does not matter."""
         setup = {name: value for name, value in asdict(self.setup).items() if name != "model"}
         identity = {"schema": SCHEMA, **asdict(point), "prompts_hash": self.prompts_hash, "setup": setup}
+        identity["tree_file_hash"] = point.tree_file_hash
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -94,6 +102,7 @@ class Bench:
             point_id=workload.point_id(point),
             **asdict(point),
             drafter_used=drafter_used,
+            tree_file_hash=point.tree_file_hash,
             prompts_hash=workload.prompts_hash,
             setup=workload.setup,
             environment=self.environment,

@@ -121,7 +121,7 @@ class Throughput:
 
     duration: seconds of wall time, first arrival to last token. completed, failed, timed_out: requests; tokens of all
     of them count. *_throughput: per second of duration. decode_throughput: tokens after each request's first, per
-    second that was neither prefill nor idle. mean_concurrency: requests under way, averaged over the duration.
+    second of the steps that admitted no request (nor idled). mean_concurrency: requests under way, over the duration.
     """
 
     duration: float
@@ -272,7 +272,8 @@ class SweepRecord:
     """One point of a sweep: a line of the results file.
 
     point_id: hash of the point and its setup, the same on every run. tree: canonical name. drafter: as asked for, or
-    `NO_DRAFTER` where the tree is "off"; drafter_used: what "auto" came to. batch_size: closed loop, requests always
+    `NO_DRAFTER` where the tree is "off"; drafter_used: what "auto" came to. tree_file_hash: of the file that the tree's
+    name points to, if it does. batch_size: closed loop, requests always
     under way; open loop, the most. arrival_rate: requests a second, None for the closed loop. repeat: 0 first.
     prompts_hash: of the prompts' token ids. started_at: UTC, ISO 8601. error: why the point failed; results is None
     then.
@@ -288,6 +289,7 @@ class SweepRecord:
     arrival_rate: float | None
     repeat: int
     drafter_used: str | None
+    tree_file_hash: str | None
     prompts_hash: str
     setup: Setup
     environment: Environment

@@ -129,6 +129,7 @@ def open_results(path: str | Path) -> Iterator[ResultsFile]:
     descriptor = _locked(path)
     try:
         _partial(path).unlink(missing_ok=True)
+        _sync_folder(path.parent)
         file = ResultsFile(path, descriptor)
     except BaseException:
         os.close(descriptor)
@@ -148,7 +149,6 @@ def _locked(path: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                _sync_folder(path.parent)
                 return descriptor
         except BlockingIOError as error:
             os.close(descriptor)

@@ -69,7 +69,6 @@ def throughput(run: Run, requests: Sequence[RequestRecord]) -> Throughput:
     completed = sum(request.finish_reason in ("stop", "length") for request in served)
     tokens_in = sum(request.prompt_tokens for request in served)
     tokens_out = sum(request.completion_tokens for request in served)
-    decode_seconds = run.duration - run.stages.prefill - run.stages.idle
     return Throughput(
         duration=run.duration,
         completed=completed,
@@ -80,7 +79,10 @@ def throughput(run: Run, requests: Sequence[RequestRecord]) -> Throughput:
         request_throughput=completed / run.duration,
         output_throughput=tokens_out / run.duration,
         total_token_throughput=(tokens_in + tokens_out) / run.duration,
-        decode_throughput=_ratio(tokens_out - len(served), decode_seconds),
+        decode_throughput=_ratio(
+            sum(max(request.completion_tokens - 1, 0) for request in served),
+            sum(request.decode_seconds for request in served),
+        ),
         max_concurrent_requests=run.max_concurrent_requests,
         mean_concurrency=sum(request.e2el_ms or 0.0 for request in served) / 1e3 / run.duration,
     )
