@@ -189,6 +189,7 @@ def sweep() -> Callable[..., list[SweepRecord]]:
                                 dataset=dataset,
                                 arrival_rate=arrival_rate,
                                 repeat=repeat,
+                                tree_file_hash=None,
                                 drafter_used=None if tree == "off" else "mtp",
                                 prompts_hash=f"sha256:{dataset}",
                                 setup=replace(SETUP, num_requests=num_requests),

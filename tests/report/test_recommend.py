@@ -116,6 +116,16 @@ def test_without_plain_decoding_or_with_few_requests_there_is_no_advice(sweep: S
     assert sentence(failed) == words
 
 
+def test_nothing_that_both_finished_is_nothing_to_compare(sweep: Sweep) -> None:
+    def only(record: SweepRecord, kept: int) -> SweepRecord:
+        assert record.results is not None
+        requests = [one if one.index == kept else replace(one, error="It broke.") for one in record.results.requests]
+        return replace(record, results=replace(record.results, requests=tuple(requests)))
+
+    records = [only(one, int(one.tree == "off")) for one in sweep({1: {"off": 50, TREE: 90}})]
+    assert sentence(records) == "No advice at batch 1, where too little was measured."
+
+
 def test_each_load_has_its_own_advice(sweep: Sweep) -> None:
     records = sweep({8: {"off": 50, TREE: 90}}) + sweep({8: {"off": 50, TREE: 40}}, arrival_rate=2.0)
     closed, opened = (advice.sentence for advice in advise(records))

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from compressed_spec.measure.bootstrap import Interval
-from compressed_spec.measure.compare import Comparison, Measure, compare
+from compressed_spec.measure.compare import Comparison
 from compressed_spec.measure.record import RequestRecord, SweepRecord
 from compressed_spec.measure.reporting.selection import (
     PLAIN,
     ByMode,
     Load,
     Mode,
+    comparison,
     group_of,
     pooled,
     with_requests,
 )
 from compressed_spec.tree import parse_tree
 
-SPEED = Measure.DECODE_THROUGHPUT
 LUCKY = Mode(tree="the best of the other half", drafter="any")
 FEWEST_REQUESTS = 8  # an interval of fewer is too narrow to be believed
 
@@ -86,11 +86,12 @@ def advise(records: Sequence[SweepRecord]) -> list[Advice]:
 
 def _verdict(batch_size: int, modes: ByMode) -> Verdict:
     others = [mode for mode in modes if not mode.is_off and not _failed_more(modes, mode)]
-    if PLAIN not in modes or not others:
+    pairs = {mode: _compare(modes, PLAIN, mode) for mode in others if PLAIN in modes}
+    on_plain = {mode: one for mode, one in pairs.items() if one is not None}
+    if not on_plain:
         return Verdict(batch_size=batch_size, mode=None, gain=None, reason=Reason.TOO_LITTLE)
-    on_plain = {mode: _compare(modes, PLAIN, mode) for mode in others}
-    best = max(others, key=lambda mode: on_plain[mode].gain.estimate)
-    winners = [mode for mode in others if on_plain[mode].gain.low > 0]
+    best = max(on_plain, key=lambda mode: on_plain[mode].gain.estimate)
+    winners = [mode for mode, one in on_plain.items() if one.gain.low > 0]
     mode: Mode | None = PLAIN
     shown = on_plain[best].gain
     if on_plain[best].num_requests < FEWEST_REQUESTS:
@@ -99,10 +100,10 @@ def _verdict(batch_size: int, modes: ByMode) -> Verdict:
         reason = Reason.SLOWER
     elif not winners:
         reason = Reason.NOT_SHOWN
-    elif _compare(modes | {LUCKY: _held_out(modes, others)}, PLAIN, LUCKY).gain.low <= 0:
+    elif _gain(modes | {LUCKY: _held_out(modes, list(on_plain))}, PLAIN, LUCKY).low <= 0:
         reason = Reason.LUCK
     else:
-        as_good = [one for one in winners if one == best or _compare(modes, one, best).gain.low <= 0]
+        as_good = [one for one in winners if one == best or _gain(modes, one, best).low <= 0]
         mode = min(as_good, key=_simplicity)
         return Verdict(
             batch_size=batch_size,
@@ -131,15 +132,21 @@ def _coherent(verdicts: Sequence[Verdict]) -> list[Verdict]:
     return found
 
 
-def _compare(modes: ByMode, first: Mode, second: Mode) -> Comparison:
-    group = group_of(modes[second][0], "pooled")
-    return compare(group, first.tree, modes[first], second.tree, modes[second], SPEED)
+def _compare(modes: ByMode, first: Mode, second: Mode) -> Comparison | None:
+    records = modes[second]
+    return comparison(group_of(records[0]), first.tree, modes[first], second.tree, records)
+
+
+def _gain(modes: ByMode, first: Mode, second: Mode) -> Interval:
+    """Of second over first; the worst where there is nothing to compare."""
+    found = _compare(modes, first, second)
+    return Interval(estimate=-1.0, low=-1.0, high=-1.0) if found is None else found.gain
 
 
 def _held_out(modes: ByMode, others: Sequence[Mode]) -> list[SweepRecord]:
     """Records each half of whose requests, every other one, is of the mode that is best on the other half."""
     halves = [{mode: [_half(one, parity) for one in some] for mode, some in modes.items()} for parity in (0, 1)]
-    best = [max(others, key=lambda mode: _compare(half, PLAIN, mode).gain.estimate) for half in halves]
+    best = [max(others, key=lambda mode: _gain(half, PLAIN, mode).estimate) for half in halves]
     joined = []
     for even, odd in zip(modes[best[1]], modes[best[0]], strict=True):
         pairs = zip(_requests(even), _requests(odd), strict=True)

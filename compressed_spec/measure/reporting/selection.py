@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from compressed_spec.measure.compare import OFF, Group
+from compressed_spec.measure.compare import OFF, Comparison, Group, Measure, compare
 from compressed_spec.measure.record import NO_DRAFTER, RequestRecord, SweepRecord
 from compressed_spec.measure.results import read_results
 
@@ -131,7 +131,21 @@ def with_requests(record: SweepRecord, requests: Sequence[RequestRecord]) -> Swe
     return replace(record, results=replace(record.results, requests=numbered))
 
 
-def group_of(record: SweepRecord, conditions: str) -> Group:
+def comparison(
+    group: Group,
+    first: str,
+    first_records: Sequence[SweepRecord],
+    second: str,
+    second_records: Sequence[SweepRecord],
+) -> Comparison | None:
+    """Speed of `second` against `first`; None where no request was finished by both."""
+    try:
+        return compare(group, first, first_records, second, second_records, Measure.DECODE_THROUGHPUT)
+    except ValueError:
+        return None
+
+
+def group_of(record: SweepRecord) -> Group:
     """The group that a comparison of pooled records names."""
     return Group(
         dataset=record.dataset,
@@ -139,5 +153,5 @@ def group_of(record: SweepRecord, conditions: str) -> Group:
         batch_size=record.batch_size,
         temperature=record.temperature,
         arrival_rate=record.arrival_rate,
-        conditions=conditions,
+        conditions="pooled",
     )

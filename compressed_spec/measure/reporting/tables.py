@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from compressed_spec.measure.bootstrap import Interval
-from compressed_spec.measure.compare import OFF, compare
+from compressed_spec.measure.compare import OFF, Comparison
 from compressed_spec.measure.reporting.lanes import SPEED, Lane, Tree
+from compressed_spec.measure.reporting.selection import comparison
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -29,9 +30,11 @@ def gain_frames(lane: Lane) -> "tuple[DataFrame, DataFrame] | None":
                 if known is None or tree.speed.estimate > known.speed.estimate:
                     fastest[nodes] = tree
         for nodes, tree in fastest.items():
-            gain = _gain(lane, batch_size, plain, tree)
-            uncertain = gain.low <= 0 <= gain.high
-            cells.append({"batch": batch_size, "D": nodes, "gain": gain.estimate, "uncertain": uncertain})
+            on_plain = _on_plain(lane, batch_size, plain, tree)
+            if on_plain is not None:
+                gain = on_plain.gain
+                uncertain = gain.low <= 0 <= gain.high
+                cells.append({"batch": batch_size, "D": nodes, "gain": gain.estimate, "uncertain": uncertain})
     if not cells:
         return None
     frame = pandas.DataFrame(cells)
@@ -39,9 +42,8 @@ def gain_frames(lane: Lane) -> "tuple[DataFrame, DataFrame] | None":
     return gain_frame, frame.pivot(index="batch", columns="D", values="uncertain").eq(True)
 
 
-def _gain(lane: Lane, batch_size: int, plain: Tree, tree: Tree) -> Interval:
-    group = lane.groups[batch_size]
-    return compare(group, OFF, plain.records, tree.name, tree.records, SPEED).gain
+def _on_plain(lane: Lane, batch_size: int, plain: Tree, tree: Tree) -> Comparison | None:
+    return comparison(lane.groups[batch_size], OFF, plain.records, tree.name, tree.records)
 
 
 def point_frame(lane: Lane) -> "DataFrame":
@@ -52,7 +54,7 @@ def point_frame(lane: Lane) -> "DataFrame":
     for batch_size, trees in lane.trees.items():
         plain = lane.plain(batch_size)
         for tree in trees:
-            gain = None if plain is None or tree is plain else _gain(lane, batch_size, plain, tree)
+            gain = None if plain is None or tree is plain else _on_plain(lane, batch_size, plain, tree)
             quality = [one.quality for one in tree.results]
             accuracy = [one.accuracy for one in quality if one.accuracy is not None]
             form = [one.format_rate for one in quality if one.format_rate is not None]
@@ -62,7 +64,8 @@ def point_frame(lane: Lane) -> "DataFrame":
                     "tree": tree.name,
                     "tokens a round": _spoken(tree.length, "{:.2f}"),
                     "tokens/s": _spoken(tree.speed, "{:.1f}"),
-                    "gain on off": "" if gain is None else _spoken(gain, "{:+.0%}"),
+                    "gain on off": "" if gain is None else _spoken(gain.gain, "{:+.0%}"),
+                    "same text as off": "" if gain is None else f"{gain.same_outputs} of {gain.num_requests}",
                     "drafted a round": f"{_mean([one.acceptance.candidates_per_round for one in tree.results]):.1f}",
                     "peak memory, MiB": f"{max(one.memory.peak for one in tree.results) / 2**20:.0f}",
                     "exact match": f"{_mean(accuracy):.0%}" if accuracy else "",
