@@ -12,7 +12,7 @@ from rich.table import Table
 
 from compressed_spec.measure.planning.check import CheckedStep, check_steps, median_error
 from compressed_spec.measure.planning.cpu import measure_cpu
-from compressed_spec.measure.planning.devices import read_device
+from compressed_spec.measure.planning.devices import read_device, write_device
 from compressed_spec.measure.planning.plan import Plan, PointPlan, make_plan
 from compressed_spec.measure.planning.roofline import PlannedModel, Roofline
 from compressed_spec.measure.planning.storage import FLOAT32_STORAGE, Part, checkpoint_storage
@@ -49,6 +49,8 @@ class PlanCommand:
     """A file of scripts/calibrate.py, or one rate for every draft of a chain, such as 0.8."""
     drafter: Literal["auto", "ngram"] = "auto"
     """What drafts: the model's own head, or something whose time does not count."""
+    save_device: str | None = None
+    """A file to keep the rates in, for --device FILE.json later; those of a CPU hold for this config alone."""
     check: bool = False
     """With --device cpu and the demo: time real rounds as well, and fail if the median error reaches 25 %."""
     json: bool = False
@@ -86,18 +88,23 @@ class PlanCommand:
         config = parse_config(raw)
         head, num_draft_layers = _draft_head(config)
         on_cpu = self.device == "cpu"
+        device = None if on_cpu else read_device(self.device)
+        wide = on_cpu or (device is not None and device.float32)
         model = PlannedModel(
             config=config,
-            # This package dequantises what it loads; serving engines multiply what is stored.
-            storage=FLOAT32_STORAGE if on_cpu else checkpoint_storage(raw),
+            # This package dequantises what it loads on a CPU; serving engines multiply what is stored.
+            storage=FLOAT32_STORAGE if wide else checkpoint_storage(raw),
             draft_head=head,
             num_draft_layers=num_draft_layers,
             num_ranks=self.tp,
-            kv_bytes=4 if on_cpu else 2,
+            kv_bytes=4 if wide else 2,
         )
         if on_cpu and self.tp > 1:
             raise ValueError("--device cpu plans one process: leave out --tp.")
-        return Roofline(model, measure_cpu(model, batch_size) if on_cpu else read_device(self.device))
+        device = device or measure_cpu(model, batch_size)
+        if self.save_device is not None:
+            write_device(device, Path(self.save_device))
+        return Roofline(model, device)
 
     def _check(self) -> None:
         steps = check_steps(load_model(self.config, progress=False), self._roofline)
@@ -154,13 +161,13 @@ def _acceptance(text: str) -> Sequence[Sequence[float]]:
 
 def _print_plan(config: str, plan: Plan, console: Console) -> None:
     console.print(
-        f"{config} on {plan.num_ranks} x {plan.device}: {plan.weight_bytes / 2**30:.1f} GiB of weights on each, "
-        f"{plan.kv_bytes_per_token:,.0f} bytes of history a token; draft head: {plan.draft_head}"
+        f"{config} on {plan.num_ranks} x {plan.device}: {_size(plan.weight_bytes)} of weights on each, "
+        f"{plan.kv_bytes_per_token:,.0f} bytes of history a token"
     )
     for context in dict.fromkeys(point.context for point in plan.points):
         points = [point for point in plan.points if point.context == context]
-        console.print(f"\ncontext {context}: milliseconds a round by nodes; the best tree, its tokens a round and gain")
-        table = Table(box=None, pad_edge=False)
+        console.print(f"\ncontext {context}: milliseconds a round by nodes; best tree, tokens a round, gain")
+        table = Table(box=None, pad_edge=False, collapse_padding=True)
         nodes = (str(one.num_nodes) for one in points[0].budgets)
         for column in ("batch", "off", *nodes, "best tree", "tokens", "gain", "chain's"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -178,10 +185,14 @@ def _row(point: PointPlan) -> list[str]:
     chains = [one.chain.speedup for one in point.budgets if one.chain is not None]
     chain = f"{max(chains):.2f}" if chains else "-"
     if not point.fits:
-        return [*row, f"no room: {point.memory_bytes / 2**30:.0f} GiB", "-", "-", "-"]
+        return [*row, "no room", "-", "-", "-"]
     if point.best is None:
         return [*row, "off", "1.00", "1.00", chain]
     return [*row, point.best.name, f"{point.best.tokens:.2f}", f"{point.best.speedup:.2f}", chain]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _ms(seconds: float) -> str:

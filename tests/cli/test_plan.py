@@ -50,6 +50,18 @@ def test_a_rate_stands_for_a_chain(run: Callable[..., Any]) -> None:
     assert tree["draft_seconds"] == 0
 
 
+def test_rates_can_be_kept(run: Callable[..., Any], tiny: Path, tmp_path: Path) -> None:
+    options = ["--config", tiny, "--acceptance", "0.5", "--context", "64", "--batch", "1", "--json"]
+    measured = run("plan", *options, "--device", "cpu", "--save-device", tmp_path / "mine.json")
+    again = run("plan", *options, "--device", tmp_path / "mine.json")
+    (one,), (other,) = (json.loads(ran.out)["points"] for ran in (measured, again))
+    assert one["plain_seconds"] == pytest.approx(other["plain_seconds"])
+    assert one["memory_bytes"] == other["memory_bytes"]
+    ran = run("plan", "--acceptance", "0.5", "--device", tmp_path / "mine.json")
+    assert ran.code == 2
+    assert "measured for a model of 2 layers, not 43" in ran.err
+
+
 def test_a_config_of_ones_own(run: Callable[..., Any], tiny: Path) -> None:
     by_folder = run("plan", "--config", tiny, "--acceptance", "0.5", "--context", "256", "--json")
     by_file = run("plan", "--config", tiny / "config.json", "--acceptance", "0.5", "--context", "256", "--json")

@@ -10,12 +10,11 @@ import pytest
 
 from compressed_spec.measure.planning.check import BATCH_SIZES, CONTEXTS, CheckedStep, check_steps, median_error
 from compressed_spec.measure.planning.cpu import measure_cpu, thin_model
-from compressed_spec.measure.planning.devices import DEVICES, Device, read_device
+from compressed_spec.measure.planning.devices import DEVICES, Device, Overhead, read_device, write_device
 from compressed_spec.measure.planning.plan import PointPlan, make_plan
 from compressed_spec.measure.planning.roofline import PlannedModel, Roofline
 from compressed_spec.measure.planning.storage import FLOAT32_STORAGE, Rate
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
-from compressed_spec.shaping.costs import CostModel
 from compressed_spec.shaping.optimal import expected_length
 from compressed_spec.testing import random_model
 from compressed_spec.topology import Topology
@@ -36,8 +35,8 @@ def priced(
     planned: Callable[..., PlannedModel], device: Callable[..., Device], *, node: float, step: float
 ) -> Roofline:
     """A round costs 1 s, `node` s a node and `step` s a draft step; everything else is nearly free."""
-    costs = CostModel(verify=(1.0, 0.0, node, 0.0, 0.0), draft=(0.0, step, 0.0), num_experts=lambda nodes: 0.0)
-    return Roofline(planned("v4_flash"), device(bandwidth=1e30, flops={Rate.FP32: 1e30}, overhead=costs))
+    overhead = Overhead(num_layers=43, verify=(1.0, 0.0, node, 0.0, 0.0), draft=(0.0, step, 0.0))
+    return Roofline(planned("v4_flash"), device(bandwidth=1e30, flops={Rate.FP32: 1e30}, overhead=overhead))
 
 
 def every_topology(num_nodes: int) -> set[tuple[int, ...]]:
@@ -159,7 +158,7 @@ def test_thin_models_keep_what_is_listed(planned: Callable[..., PlannedModel]) -
     assert sum(p.numel() for p in thin.parameters()) < sum(p.numel() for p in model.parameters())
 
 
-def test_a_measured_machine_predicts_every_step_of_the_check() -> None:
+def test_a_measured_machine_predicts_every_step_of_the_check(tmp_path: Path) -> None:
     """That its predictions are near is shown by `plan --check` on a quiet machine, not here."""
     model = random_model((0, 4), max_position_embeddings=1024)
     planned = PlannedModel(
@@ -167,6 +166,10 @@ def test_a_measured_machine_predicts_every_step_of_the_check() -> None:
     )
     cpu = measure_cpu(planned, 2)
     assert min(cpu.bandwidth, cpu.gather_bandwidth, cpu.pass_bandwidth, cpu.memory_bytes, *cpu.flops.values()) > 0
+    write_device(cpu, tmp_path / "cpu.json")
+    kept = read_device(str(tmp_path / "cpu.json"))
+    again, now = (Roofline(planned, one).verify(3, 9, 100) for one in (kept, cpu))
+    assert again == pytest.approx(now)
     steps = check_steps(model, lambda batch_size: Roofline(planned, cpu), passes=1)
     assert {(step.num_rows, step.context) for step in steps} == {(b, c) for b in BATCH_SIZES for c in CONTEXTS}
     assert {step.stage for step in steps} == {"verify", "draft"}

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressed_spec.measure.planning.devices import Device
+from compressed_spec.measure.planning.devices import Device, Overhead
 from compressed_spec.measure.planning.roofline import PlannedModel, Roofline, distinct
 from compressed_spec.measure.planning.storage import Part, Rate
-from compressed_spec.shaping.costs import CostModel
 
 READ = {Part.HYPER, Part.ATTENTION, Part.COMPRESSOR, Part.INDEXER, Part.ROUTER, Part.SHARED}
 FREE = {Rate.FP32: 1e30}
@@ -94,10 +93,19 @@ def test_drafting(planned: Callable[..., PlannedModel], device: Callable[..., De
 def test_measured_overhead_takes_the_place_of_launches(
     planned: Callable[..., PlannedModel], device: Callable[..., Device]
 ) -> None:
-    costs = CostModel(verify=(1.0, 2.0, 3.0, 0.0, 0.0), draft=(4.0, 5.0, 6.0), num_experts=lambda nodes: 0.0)
-    roofline = Roofline(planned("v4_flash"), device(overhead=costs))
-    assert roofline.verify(2, 7, 10)[Part.LAUNCHES] == 1 + 2 * 2 + 3 * 7
+    overhead = Overhead(num_layers=43, verify=(1.0, 2.0, 3.0, 4.0, 5.0), draft=(4.0, 5.0, 6.0))
+    roofline = Roofline(planned("v4_flash"), device(overhead=overhead, launch_seconds=1e9))
+    experts = 256 * (1 - (250 / 256) ** 7)
+    assert roofline.verify(2, 7, 10)[Part.LAUNCHES] == pytest.approx(1 + 2 * 2 + 3 * 7 + 4 * 70 + 5 * experts)
     assert roofline.draft(2, [1, 3, 3], 10)[Part.LAUNCHES] == 4 + 5 * 3 + 6 * 2 * (1 + 2 * 3)
+
+
+def test_a_machine_measured_for_another_model(
+    planned: Callable[..., PlannedModel], device: Callable[..., Device]
+) -> None:
+    overhead = Overhead(num_layers=8, verify=(1.0,) * 5, draft=(1.0,) * 3)
+    with pytest.raises(ValueError, match="a model of 8 layers, not 43"):
+        Roofline(planned("v4_flash"), device(overhead=overhead))
 
 
 def test_distinct_of_simulated_choices() -> None:

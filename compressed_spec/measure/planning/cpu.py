@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from compressed_spec.drafting import make_drafter
 from compressed_spec.kernels.numerics import numerics_named
-from compressed_spec.measure.planning.devices import Device
+from compressed_spec.measure.planning.devices import Device, Overhead
 from compressed_spec.measure.planning.roofline import PlannedModel
 from compressed_spec.measure.planning.storage import Rate
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
@@ -62,10 +62,11 @@ def measure_cpu(model: PlannedModel, batch_size: int) -> Device:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         bandwidth=products.bandwidth,
         flops={Rate.FP32: products.flops},
-        overhead=costs,
+        overhead=Overhead(num_layers=config.num_hidden_layers, verify=costs.verify, draft=costs.draft),
         gather_bandwidth=_gather_bandwidth(config),
         pass_bandwidth=_pass_bandwidth(config),
         overlaps=False,
+        float32=True,
     )
 
 

@@ -7,11 +7,13 @@ Parts run one after the other. Nodes choose experts and index entries independen
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from compressed_spec.measure.planning.devices import Device
 from compressed_spec.measure.planning.storage import Part, Rate, Storage, Weight, check_split, model_weights
 from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
 from compressed_spec.models.deepseek_v4.names import DRAFT_LAYER, DraftHeadKind
+from compressed_spec.shaping.costs import CostModel
 
 # Kernels of a fused implementation. An assumption: what a good engine launches, not a count of this one.
 _BLOCK_KERNELS = {AttentionKind.SLIDING: 24, AttentionKind.HCA: 28, AttentionKind.CSA: 38}
@@ -49,15 +51,32 @@ def distinct(count: int, chosen: int, num_nodes: float) -> float:
     return count * (1 - (1 - min(chosen, count) / count) ** num_nodes) if count else 0.0
 
 
+def _cost_model(config: DeepseekV4Config, device: Device) -> CostModel | None:
+    found = device.overhead
+    if found is None:
+        return None
+    if found.num_layers != config.num_hidden_layers:
+        raise ValueError(
+            f"The device {device.name} was measured for a model of {found.num_layers} layers, not "
+            f"{config.num_hidden_layers}: measure it again for this one."
+        )
+    experts = partial(distinct, config.n_routed_experts, config.num_experts_per_tok)
+    return CostModel(verify=found.verify, draft=found.draft, num_experts=experts)
+
+
 Seconds = Mapping[Part, float]
 
 
 class Roofline:
-    """Predicted seconds of a model on a device. Raises ValueError if so many ranks cannot share the model."""
+    """Predicted seconds of a model on a device.
+
+    Raises ValueError if so many ranks cannot share the model, or if the device was measured for another.
+    """
 
     def __init__(self, model: PlannedModel, device: Device) -> None:
         check_split(model.config, model.num_ranks)
         self.model, self.device = model, device
+        self._overhead = _cost_model(model.config, device)
         self._blocks: dict[str, list[Weight]] = defaultdict(list)
         for weight in model.weights():
             self._blocks[weight.block].append(weight)
@@ -76,8 +95,8 @@ class Roofline:
         if self.model.draft_head is DraftHeadKind.MTP:  # the rows that its head reads later
             self._matrices(sums, "mtp.0", num_nodes, {Part.DRAFT_INPUT})
         self._launch(sums, sum(count * _BLOCK_KERNELS[spec.kind] for spec, _, count in self._layers) + _ROUND_KERNELS)
-        if self.device.overhead is not None:
-            sums[Part.LAUNCHES] += self.device.overhead.verify_seconds(num_rows, num_nodes, context)
+        if self._overhead is not None:
+            sums[Part.LAUNCHES] += self._overhead.verify_seconds(num_rows, num_nodes, context)
         return dict(sums)
 
     def draft(self, num_rows: int, widths: Sequence[int], context: int) -> Seconds:
@@ -86,7 +105,7 @@ class Roofline:
         A DSpark head drafts its block in one pass; the steps then add what is known of the tokens.
         """
         sums: dict[Part, float] = defaultdict(float)
-        head, device = self.model.draft_head, self.device
+        head = self.model.draft_head
         if head is DraftHeadKind.NONE or not widths:
             return dict(sums)
         if head is DraftHeadKind.DSPARK:
@@ -98,8 +117,8 @@ class Roofline:
                 self._block(sums, DRAFT_LAYER, "mtp.0", num_rows, nodes, context, 1)
                 self._head(sums, "mtp.0", nodes)
                 self._launch(sums, _BLOCK_KERNELS[AttentionKind.SLIDING] + _DRAFT_KERNELS)
-        if device.overhead is not None:
-            sums[Part.LAUNCHES] += device.overhead.draft_seconds(num_rows, len(widths), max(widths[1:], default=1))
+        if self._overhead is not None:
+            sums[Part.LAUNCHES] += self._overhead.draft_seconds(num_rows, len(widths), max(widths[1:], default=1))
         return dict(sums)
 
     def _draft_block(self, sums: dict[Part, float], num_rows: int, widths: Sequence[int], context: int) -> None:
@@ -215,4 +234,5 @@ class Roofline:
             sums[Part.ALL_REDUCE] += device.link_seconds + 2 * (ranks - 1) / ranks * num_bytes / device.link_bandwidth
 
     def _launch(self, sums: dict[Part, float], count: int) -> None:
-        sums[Part.LAUNCHES] += count * self.device.launch_seconds
+        if self._overhead is None:
+            sums[Part.LAUNCHES] += count * self.device.launch_seconds
