@@ -58,7 +58,7 @@ class SweepCommand:
     arrivals: Literal["poisson", "uniform"] = "poisson"
     """Gaps between requests at an arrival rate: drawn, or all the same."""
     requests: int | None = None
-    """Of each point; 16, or the largest batch size if that is more."""
+    """Of each point; 16, or the largest batch size if that is more. Several times the batch size keep it full."""
     max_new_tokens: int = 128
     """Most tokens a request."""
     repeats: int = 1
@@ -215,7 +215,7 @@ def _run(
 ) -> Outcome:
     """With a bar that counts requests, so that the time left is told within a point too."""
     with tqdm(
-        total=len(points) * num_requests, unit="request", smoothing=0.1, disable=None if is_first_process() else True
+        total=len(points) * num_requests, unit=" requests", smoothing=0.1, disable=None if is_first_process() else True
     ) as bar:
 
         def measure(point: Point, workload: Workload) -> SweepRecord:

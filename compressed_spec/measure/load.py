@@ -7,8 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
+import torch
 
 from compressed_spec.decode import Chunk, Decoder, Request, StopCheck
 from compressed_spec.measure.record import StageSeconds
@@ -95,7 +97,7 @@ class Load:
 
     def run(self) -> Run:
         """Until every request has ended; one that the decoder refuses has an error. Rows are released in any case."""
-        stage_clock = self._decoder.clock = StageClock()
+        stage_clock = self._decoder.clock = StageClock(_synchronize(self._decoder.cache.device))
         begin, idle, done = self._clock(), 0.0, 0.0
         try:
             while self._waiting or self._under_way:
@@ -171,3 +173,8 @@ class Load:
             if chunk.finish_reason is not None:
                 del self._under_way[chunk.request]
                 self._on_finish()
+
+
+def _synchronize(device: torch.device) -> Callable[[], object]:
+    """What waits for a device; nothing does on a CPU, and a round's sampling waits for a GPU in any case."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None

@@ -21,8 +21,9 @@ def num_processes() -> int:
 
 def from_first(value: T) -> T:
     """The first process's value (picklable) in every process; call it everywhere, in the same order."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if num_processes() == 1:
         return value
+    assert dist.is_initialized(), "processes that decode together have a group"
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -46,7 +46,9 @@ def test_mbpp_is_of_the_test_part() -> None:
 
 
 def test_mbpp_leaves_out_what_is_trained_on(tmp_path: Path) -> None:
-    items = [{"task_id": n, "text": f"Task {n}.", "code": "x", "test_list": []} for n in (1, 10, 11, 510, 511, 601)]
+    items: list[dict[str, object]] = [
+        {"task_id": n, "text": f"Task {n}.", "code": "x", "test_list": []} for n in (1, 10, 11, 510, 511, 601)
+    ]
     name = f"mbpp:{write_lines(tmp_path / 'mbpp.jsonl', *items)}"
     assert [prompt.id for prompt in read_dataset(name, 2).prompts] == ["11", "510"]
     with pytest.raises(ValueError, match="has 2 prompts"):

@@ -79,8 +79,7 @@ def test_who_joins_holds_up_the_others() -> None:
 
 def test_tokens_are_those_of_the_requests_whatever_the_load() -> None:
     for tree in ("off", "s3_k1_d4", "s3_k2_d6"):
-        for more in ({}, {"arrivals": [0.0, 0.5, 9.0, 9.1]}):
-            found = run([7, 1, 5, 9], tree=tree, **more)
+        for found in (run([7, 1, 5, 9], tree=tree), run([7, 1, 5, 9], tree=tree, arrivals=[0.0, 0.5, 9.0, 9.1])):
             for start, (timeline, length) in enumerate(zip(found.timelines, [7, 1, 5, 9], strict=True)):
                 assert timeline.token_ids == [(start + 2 + i) % VOCABULARY for i in range(length)]
                 assert timeline.finished
