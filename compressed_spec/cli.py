@@ -1,4 +1,4 @@
-"""The command line, `compressed-spec generate | inspect | bench`. A user's fault ends it with 2 and one sentence."""
+"""The command line, `compressed-spec COMMAND`. A fault of the user's ends it with 2 and one sentence."""
 
 import io
 import os
@@ -12,13 +12,20 @@ import tyro
 from compressed_spec.commands.bench import BenchCommand
 from compressed_spec.commands.generate import GenerateCommand
 from compressed_spec.commands.inspect import InspectCommand
+from compressed_spec.commands.plan import PlanCommand
+from compressed_spec.commands.report import ReportCommand
+from compressed_spec.commands.sweep import SweepCommand
 
 PROG = "compressed-spec"
 Command = (
     Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
+    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+    | Annotated[SweepCommand, tyro.conf.subcommand("sweep")]
 )
+AnyCommand = BenchCommand | GenerateCommand | InspectCommand | PlanCommand | ReportCommand | SweepCommand
 
 # Python's words for a number that is none.
 _PLAIN_WORDS = {
@@ -52,12 +59,12 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: objec
     print(f"{PROG}: warning: {message}", file=sys.stderr)
 
 
-def _parse(argv: list[str] | None) -> GenerateCommand | InspectCommand | BenchCommand:
+def _parse(argv: list[str] | None) -> AnyCommand:
     """tyro's reading of the arguments, its boxed explanation of a fault cut down to the fault."""
     captured = io.StringIO()
     try:
         with redirect_stderr(captured):
-            command: GenerateCommand | InspectCommand | BenchCommand = tyro.cli(Command, prog=PROG, args=argv)
+            command: AnyCommand = tyro.cli(Command, prog=PROG, args=argv)
     except SystemExit as stop:
         if stop.code == 2:
             print(f"{PROG}: {_fault(captured.getvalue())} (see {PROG} --help)", file=sys.stderr)

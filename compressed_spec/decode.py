@@ -146,6 +146,11 @@ class Decoder:
         self.num_prompt_tokens: dict[int, int] = {}
 
     @property
+    def cache(self) -> Cache:
+        """The cache whose rows requests take."""
+        return self._cache
+
+    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._active or self._unreported)
 
@@ -170,13 +175,13 @@ class Decoder:
         return number
 
     def step(self) -> list[Chunk]:
-        """Let waiting requests into free rows, then run one round of those that are active.
+        """Let waiting requests into free rows; if none joined, run one round of those that are active.
 
-        After an exception it may be called again: no token is lost, and whatever was under way starts afresh, except
-        that rows of a commit that failed are refused.
+        A first token is handed over before the round that follows it. After an exception it may be called again: no
+        token is lost, and whatever was under way starts afresh, except that rows of a commit that failed are refused.
         """
         self._unreported += self._admit()
-        if self._active:
+        if self._active and not self._unreported:
             self._unreported += self._round()
         chunks, self._unreported = self._unreported, []
         return chunks

@@ -182,6 +182,22 @@ def make_decoder(
 
     Raises ValueError as `generate` does.
     """
+    decoder = prepare_decoder(model, requests, tree=tree, drafter=drafter, verifier=verifier, batch_size=batch_size)
+    for request in requests:
+        decoder.submit(request)
+    return decoder
+
+
+def prepare_decoder(
+    model: TargetModel,
+    requests: Sequence[Request],
+    *,
+    tree: str | Shaper,
+    drafter: str | Drafter,
+    verifier: str,
+    batch_size: int,
+) -> Decoder:
+    """A decoder for these requests, to be submitted as they arrive. Raises ValueError as `generate` does."""
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     shape = parse_shape(tree) if isinstance(tree, str) else tree
@@ -199,10 +215,7 @@ def make_decoder(
         max_nodes=batch_size * num_target_nodes(helper, largest),
         max_draft_nodes=batch_size * (1 if largest is None else max(largest.num_draft_nodes, model.draft_block_size)),
     )
-    decoder = Decoder(model, cache, drafter=helper, shape=shape, verifier=rule)
-    for request in requests:
-        decoder.submit(request)
-    return decoder
+    return Decoder(model, cache, drafter=helper, shape=shape, verifier=rule)
 
 
 def _auto_shaper(

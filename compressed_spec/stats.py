@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,9 +27,14 @@ class StageTimes:
 
 
 class StageClock:
-    """Accumulates the time of each stage since it was made."""
+    """Accumulates the time of each stage since it was made.
 
-    def __init__(self) -> None:
+    synchronize: waits for the device, so that a stage's work counts for it; by default work that a GPU has yet to do
+    counts for whichever stage waits for it.
+    """
+
+    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
+        self._synchronize = synchronize
         self._begin = time.perf_counter()
         self._seconds = dict.fromkeys(STAGES, 0.0)
 
@@ -39,6 +44,7 @@ class StageClock:
         try:
             yield
         finally:
+            self._synchronize()
             self._seconds[name] += time.perf_counter() - begin
 
     def seconds(self) -> dict[str, float]:

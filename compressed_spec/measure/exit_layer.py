@@ -10,6 +10,7 @@ import torch
 
 from compressed_spec.cache import Scratch
 from compressed_spec.generate import generate
+from compressed_spec.measure.planning.speedup import expected_tokens
 from compressed_spec.rows import make_plan
 from compressed_spec.target import TargetModel
 from compressed_spec.tree import TokenTree
@@ -33,8 +34,7 @@ class ExitLayer:
 
         Each step takes the first layers once. Verification takes all: its first ones for the last draft alone.
         """
-        tokens = sum(self.acceptance**accepted for accepted in range(num_steps + 1))
-        return tokens / (1 + num_steps * self.layer / self.num_layers)
+        return expected_tokens(self.acceptance, num_steps) / (1 + num_steps * self.layer / self.num_layers)
 
     @property
     def num_steps(self) -> int:

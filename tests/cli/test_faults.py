@@ -208,7 +208,7 @@ def test_T36_a_faulty_argument(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ([], ("{generate, inspect, bench}",)),
+        ([], ("generate, inspect",)),
         (["frob"], ("Unrecognized options: frob",)),
         (["generate"], ("MODEL", "Checkpoint: a folder")),
         (["inspect"], ("MODEL",)),

@@ -1,0 +1,1 @@
+"""What speculation would bring on a machine, computed from dimensions, rates and measured acceptance."""

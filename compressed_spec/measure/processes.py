@@ -1,0 +1,29 @@
+"""Several processes that decode the same (torchrun): the first alone prints and writes, and what depends on clocks or
+files is decided by it."""
+
+import os
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def is_first_process() -> bool:
+    """Whether this process prints and writes: rank 0 of torchrun's, or the only one."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def num_processes() -> int:
+    """Processes that decode together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def from_first(value: T) -> T:
+    """The first process's value (picklable) in every process; call it everywhere, in the same order."""
+    if num_processes() == 1:
+        return value
+    assert dist.is_initialized(), "processes that decode together have a group"
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

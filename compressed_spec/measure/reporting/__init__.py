@@ -1,0 +1,1 @@
+"""What a sweep showed, as a page."""
