@@ -1,28 +1,62 @@
 """Device functions that decode stored formats inside a kernel: E2M1 nibbles, E4M3 and E8M0 bytes.
 
-Exponent and mantissa bits are moved to their places in a wider float, which gives the value times a power of two
-(subnormals included, because a shorter exponent's subnormals are one of the longer one's binades); the power is undone
-by the scale that must be multiplied in anyway.
+Integers work on both 16-bit halves of a word at once. Exponent and mantissa bits are moved to their places in a wider
+float, which gives the value times a power of two (subnormals too: a shorter exponent's are the longer one's small
+numbers), and a gain undoes that along with the scale. No chip needs the types themselves: Triton has E4M3 from sm_89.
 """
 
 import triton
 import triton.language as tl
 
-E2M1_GAIN = tl.constexpr(16384.0)  # 2**14: what `e2m1` leaves to be multiplied in
-E4M3_GAIN = tl.constexpr(256.0)  # 2**8: what `e4m3` leaves to be multiplied in
+
+@triton.jit
+def _shifted(word, left: tl.constexpr):
+    if left >= 0:
+        return word << left
+    else:
+        return word >> -left
 
 
 @triton.jit
-def e2m1(code):
-    """The low 4 bits of uint16 as float16, times 2**-14."""
-    return (((code & 8) << 12) | ((code & 7) << 9)).to(tl.float16, bitcast=True)
+def _halves(bits, gain, dtype: tl.constexpr):
+    """The two 16-bit floats of a word (bfloat16 for that dtype, else float16), times gain, as dtype."""
+    low, high = (bits & 0xFFFF).to(tl.uint16), (bits >> 16).to(tl.uint16)
+    if dtype == tl.bfloat16:
+        return low.to(tl.bfloat16, bitcast=True) * gain, high.to(tl.bfloat16, bitcast=True) * gain
+    else:
+        low = low.to(tl.float16, bitcast=True).to(tl.float32) * gain
+        high = high.to(tl.float16, bitcast=True).to(tl.float32) * gain
+        return low.to(dtype), high.to(dtype)
 
 
 @triton.jit
-def e4m3(byte):
-    """uint8 as float16, times 2**-8. The two codes that are no number become 480 and -480."""
-    code = byte.to(tl.uint16)
-    return (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
+def e2m1_pair(word, gain, nibble: tl.constexpr, dtype: tl.constexpr):
+    """Codes `nibble` and `nibble` + 4 (of 0 .. 7, lowest bits first) of uint32 words, times `e2m1_gain`."""
+    sign = (word << (12 - 4 * nibble)) & 0x80008000
+    if dtype == tl.bfloat16:
+        return _halves((_shifted(word, 6 - 4 * nibble) & 0x01C001C0) | sign, gain, dtype)
+    else:
+        return _halves((_shifted(word, 9 - 4 * nibble) & 0x0E000E00) | sign, gain, dtype)
+
+
+@triton.jit
+def e2m1_gain(scale, dtype: tl.constexpr):
+    """What to multiply codes by, from their E8M0 byte: for bfloat16 at most 128 (a scale of 2)."""
+    if dtype == tl.bfloat16:
+        return ((scale.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+    else:
+        return e8m0(scale) * 16384.0
+
+
+@triton.jit
+def e4m3_pair(word, byte: tl.constexpr, dtype: tl.constexpr):
+    """Codes `byte` and `byte` + 2 (of 0 .. 3) of uint32 words, as dtype. The two that are no number become +-480."""
+    sign = (word << (8 - 8 * byte)) & 0x80008000
+    if dtype == tl.bfloat16:
+        gain = tl.full([1, 1], 0x7B80, tl.uint16).to(tl.bfloat16, bitcast=True)  # 2**120
+        return _halves((_shifted(word, 4 - 8 * byte) & 0x07F007F0) | sign, gain, dtype)
+    else:
+        return _halves((_shifted(word, 7 - 8 * byte) & 0x3F803F80) | sign, 256.0, dtype)
 
 
 @triton.jit

@@ -18,11 +18,11 @@ TILE_BLOCK = 16
 
 @triton.jit
 def expert_tiles_kernel(
-    experts_ptr,
-    order_ptr,
-    expert_ptr,
-    first_ptr,
-    end_ptr,
+    p_experts,
+    p_order,
+    p_expert,
+    p_first,
+    p_end,
     num_pairs,
     num_tiles,
     num_experts: tl.constexpr,
@@ -37,20 +37,20 @@ def expert_tiles_kernel(
     num_placing = tl.cdiv(num_pairs, PAIRS)
     if pid < num_placing:
         pair = pid * PAIRS + tl.arange(0, PAIRS)
-        mine = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=num_experts).to(tl.int32)
+        mine = tl.load(p_experts + pair, mask=pair < num_pairs, other=num_experts).to(tl.int32)
         place = tl.zeros([PAIRS], tl.int32)
         for start in range(0, num_pairs, LIST):
             other = start + tl.arange(0, LIST)
-            theirs = tl.load(experts_ptr + other, mask=other < num_pairs, other=num_experts).to(tl.int32)
+            theirs = tl.load(p_experts + other, mask=other < num_pairs, other=num_experts).to(tl.int32)
             earlier = (theirs[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])
             place += tl.sum((earlier | (theirs[None, :] < mine[:, None])).to(tl.int32), axis=1)
-        tl.store(order_ptr + place, pair, mask=pair < num_pairs)
+        tl.store(p_order + place, pair, mask=pair < num_pairs)
     else:
         expert = tl.arange(0, E_BLOCK)
         counts = tl.zeros([E_BLOCK], tl.int32)
         for start in range(0, num_pairs, LIST):
             other = start + tl.arange(0, LIST)
-            theirs = tl.load(experts_ptr + other, mask=other < num_pairs, other=num_experts)
+            theirs = tl.load(p_experts + other, mask=other < num_pairs, other=num_experts)
             counts += tl.histogram(theirs.to(tl.int32), E_BLOCK)
         counts = tl.where(expert < num_experts, counts, 0)
         ends = tl.cumsum(counts, 0)
@@ -65,9 +65,9 @@ def expert_tiles_kernel(
         end_row = tl.sum(tl.where(owns, ends[None, :], 0), axis=1)
         first = tl.where(owner < 0, 0, start_row + (tile - start_tile) * rows)
         there = tile < num_tiles
-        tl.store(expert_ptr + tile, owner, mask=there)
-        tl.store(first_ptr + tile, first, mask=there)
-        tl.store(end_ptr + tile, tl.minimum(first + rows, end_row), mask=there)
+        tl.store(p_expert + tile, owner, mask=there)
+        tl.store(p_first + tile, first, mask=there)
+        tl.store(p_end + tile, tl.minimum(first + rows, end_row), mask=there)
 
 
 def expert_tiles(experts_N: torch.Tensor, num_experts: int, rows: int) -> ExpertTiles:

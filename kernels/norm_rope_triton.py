@@ -3,7 +3,6 @@
 T = nodes, H = heads, D = head width, P = rotated pairs, N = T H rows, G = groups that share an FP8 scale
 """
 
-import torch
 import triton
 import triton.language as tl
 
