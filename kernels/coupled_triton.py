@@ -108,6 +108,16 @@ def join_tokens_kernel(p_value, p_token, p_chosen, SPLITS: tl.constexpr, BLOCK: 
     tl.store(p_chosen + node, tl.where(broken | (best == float("-inf")), -1, first))
 
 
+def best_tokens_config(vocab: int) -> dict[str, int | bool]:
+    """Shares of the vocabulary, and no fused multiply-adds."""
+    return {
+        "SPLITS": triton.cdiv(vocab, VOCAB_BLOCK * BLOCKS_A_PROGRAM),
+        "BLOCK": VOCAB_BLOCK,
+        "BLOCKS": BLOCKS_A_PROGRAM,
+        "enable_fp_fusion": False,
+    }
+
+
 def coupled_tokens(
     scores_NV: torch.Tensor,
     temperature_N: torch.Tensor,
@@ -122,7 +132,8 @@ def coupled_tokens(
     row with NaN, +inf or nothing but -inf. scores: any float dtype. temperature, top: float64. seeds, positions: int64.
     """
     num_nodes, vocab = scores_NV.shape
-    splits = triton.cdiv(vocab, VOCAB_BLOCK * BLOCKS_A_PROGRAM)
+    config = best_tokens_config(vocab)
+    splits = config["SPLITS"]
     value_NS = torch.empty((num_nodes, splits), dtype=torch.float64, device=scores_NV.device)
     token_NS = seeds_N.new_empty((num_nodes, splits))
     chosen_N = seeds_N.new_empty(num_nodes)
@@ -135,10 +146,7 @@ def coupled_tokens(
         value_NS,
         token_NS,
         V=vocab,
-        SPLITS=splits,
-        BLOCK=VOCAB_BLOCK,
-        BLOCKS=BLOCKS_A_PROGRAM,
-        enable_fp_fusion=False,
+        **config,
     )
     join_tokens_kernel[(num_nodes,)](value_NS, token_NS, chosen_N, SPLITS=splits, BLOCK=triton.next_power_of_2(splits))
     return chosen_N

@@ -70,6 +70,18 @@ def expert_tiles_kernel(
         tl.store(p_end + tile, tl.minimum(first + rows, end_row), mask=there)
 
 
+def expert_tiles_config(num_experts: int, rows: int) -> dict[str, int]:
+    """Constants of the kernel."""
+    return {
+        "num_experts": num_experts,
+        "rows": rows,
+        "E_BLOCK": triton.next_power_of_2(num_experts + 1),  # one more bin for the list's padding
+        "PAIRS": PAIR_BLOCK,
+        "LIST": LIST_BLOCK,
+        "TILES": TILE_BLOCK,
+    }
+
+
 def expert_tiles(experts_N: torch.Tensor, num_experts: int, rows: int) -> ExpertTiles:
     """See `kernels.expert_tiles`."""
     num_pairs = len(experts_N)
@@ -85,11 +97,6 @@ def expert_tiles(experts_N: torch.Tensor, num_experts: int, rows: int) -> Expert
         end_M,
         num_pairs,
         num_tiles,
-        num_experts=num_experts,
-        rows=rows,
-        E_BLOCK=triton.next_power_of_2(num_experts + 1),  # one more bin for the list's padding
-        PAIRS=PAIR_BLOCK,
-        LIST=LIST_BLOCK,
-        TILES=TILE_BLOCK,
+        **expert_tiles_config(num_experts, rows),
     )
     return ExpertTiles(order_N=order_N, expert_M=expert_M, first_M=first_M, end_M=end_M, rows=rows)

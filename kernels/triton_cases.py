@@ -5,12 +5,14 @@ V4-Flash and V4-Pro.
 """
 
 from compressed_spec.kernels.norm_rope_triton import norm_rope_config, norm_rope_kernel
+from compressed_spec.kernels.triton_cases_round import round_cases
+from compressed_spec.kernels.triton_cases_weights import weight_cases
 from compressed_spec.kernels.triton_compile import Case
 
 
 def all_cases() -> tuple[Case, ...]:
     """All of them; a new op appends its own line."""
-    return (*norm_rope_cases(),)
+    return (*norm_rope_cases(), *weight_cases(), *round_cases())
 
 
 def norm_rope_cases() -> tuple[Case, ...]:

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TENSOR_CORES = ("tcgen05.mma", "wgmma.mma", "mma.sync")  # PTX, newest first
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -44,8 +44,8 @@ class Case:
 
     name: "<op>/<configuration>". kernel: the `@triton.jit` function. signature: type of every argument that is not a
     constexpr: "*bf16" (pointers are 16-byte aligned), "fp32", "i32", "i64", or "i32:16" for a multiple of 16.
-    constexprs: value of every other argument, and the options `num_warps` and `num_stages` where the launcher gives
-    them. chips: compute capabilities it is for. tensor_cores: whether it must use them.
+    constexprs: value of every other argument, and the options (`num_warps`, `num_stages`, `enable_fp_fusion`) where
+    the launcher gives them. chips: compute capabilities it is for. tensor_cores: whether it must use them.
     """
 
     name: str
@@ -86,7 +86,7 @@ def compile_case(case: Case, chip: Chip) -> Report:
     ]
     source = ASTSource(case.kernel, types, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
     target = GPUTarget("cuda", chip.capability, 32)
-    compiled = triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
+    compiled = triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
     registers, spilled = _resources(compiled.asm["cubin"])
     tensor_cores = next((word for word in TENSOR_CORES if word in compiled.asm["ptx"]), None)
     shared = int(compiled.metadata.shared)

@@ -21,6 +21,7 @@ def load_model(
     dtype: str = "float32",
     numerics: str = "fast",
     progress: bool = True,
+    keep_quantized: bool = False,
 ) -> DeepseekV4:
     """Load a DeepSeek-V4 checkpoint: a local folder, a hub id, or "demo" for the bundled one. Needs no tokenizer.
 
@@ -28,6 +29,8 @@ def load_model(
     are dequantised to it. progress: show a bar on stderr.
     numerics: "fast", or "invariant" for tokens, logits and state that are bit for bit the same with speculation or
     without, in any tree, batch and prefill chunk, on a CPU with a fixed number of threads.
+    keep_quantized: leave stored FP8 and FP4 weights as they are, to be decoded by the products: a quarter to a half of
+    the memory, and on a GPU as much less to read. Not with invariant numerics.
     Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint.
     """
     if dtype not in DTYPES:
@@ -35,6 +38,8 @@ def load_model(
     numerics_named(numerics)
     if numerics == "invariant" and torch.device(device).type != "cpu":
         raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
+    if numerics == "invariant" and keep_quantized:
+        raise ValueError("Invariant numerics need dequantised weights: leave out keep_quantized.")
     _check_device(device)
     checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
     with torch.device("meta"):
@@ -45,7 +50,7 @@ def load_model(
             dtype=DTYPES[dtype],
             numerics=numerics,
         )
-    load_weights(model, checkpoint, device=torch.device(device), progress=progress)
+    load_weights(model, checkpoint, device=torch.device(device), progress=progress, keep_quantized=keep_quantized)
     return model.to(device).eval().requires_grad_(False)
 
 
