@@ -324,8 +324,3 @@ def compression_table(
         extra_rows_TX=extra_rows_TX,
         listed_TK=listed_TK,
     )
-
-
-def most_closing(depths: list[int], ratio: int) -> int:
-    """Nodes of a forest that can close a window of `ratio` at once, whatever the lengths: depths of one tree each."""
-    return max((sum(depth % ratio == phase for depth in depths) for phase in range(ratio)), default=0)

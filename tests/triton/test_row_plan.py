@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from compressed_spec.kernels import row_plan_triton
 from compressed_spec.layout import CacheShape, Compression, StateSpec
+from compressed_spec.models.deepseek_v4.device_plan import most_closing
 from compressed_spec.rows import make_plan
 from compressed_spec.tree import TokenTree
 
@@ -79,7 +80,7 @@ def test_plan_is_the_hosts(sizes: list[int], ratios: list[int], window: int, top
             span=comp.span,
             per_sequence=comp.num_entries(64),
             batch_size=5,
-            num_closing=sum(row_plan_triton.most_closing(tree.depths, comp.ratio) for tree in trees),
+            num_closing=sum(most_closing(tree.depths, comp.ratio) for tree in trees),
             num_listed=host.num_visible + 2,
         )
         same_then_nothing(table.pool_rows_CS.T, host.pool_rows_CS.T)

@@ -1,0 +1,203 @@
+"""DeepSeek-V4 over a plan that only the device knows: the same arithmetic as the modules', with no read-back.
+
+T = nodes, V = vocabulary, M = residual streams, D = model width, R = pool rows, E = entry width, G = output groups
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from compressed_spec.cache import Cache
+from compressed_spec.kernels.moe import swiglu
+from compressed_spec.models.deepseek_v4.attention import Attention, Compressor, Indexer, compression_of
+from compressed_spec.models.deepseek_v4.block import MoE
+from compressed_spec.models.deepseek_v4.device_plan import DevicePlan
+from compressed_spec.models.deepseek_v4.layer_ops import LayerOps
+from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.modules import HyperConnected
+from compressed_spec.models.deepseek_v4.quantized import QuantizedMoE
+from compressed_spec.models.deepseek_v4.rope import Rotation, rotation
+from compressed_spec.rows import CompressionPlan, selected_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Round:
+    """A plan with its rotations: plain, and by compression those of nodes and of closing windows."""
+
+    plan: DevicePlan
+    main: Rotation
+    compress: Rotation
+    entries: dict[str, Rotation]
+
+
+class DeviceForward:
+    """Runs a model's layers on the scratch rows of a cache. Nodes have slots 0 .. T, and one slot more must be free."""
+
+    def __init__(self, model: DeepseekV4, cache: Cache, ops: LayerOps) -> None:
+        self.model, self.cache, self.ops = model, cache, ops
+        self.eps = model.config.rms_norm_eps
+
+    def __call__(self, plan: DevicePlan) -> torch.Tensor:
+        """The streams `[T, M, D]` after the last layer; writes all scratch rows of the nodes."""
+        assert len(plan.tokens_T) < self.cache.shape.num_slots, "the last slot takes what is written to nothing"
+        model = self.model
+        compress = model.get_buffer("rope_compress")
+        here = _Round(
+            plan=plan,
+            main=rotation(model.get_buffer("rope_main"), plan.position_T),
+            compress=rotation(compress, plan.position_T),
+            entries={name: rotation(compress, comp.entry_position_C) for name, comp in plan.compressions.items()},
+        )
+        streams_TMD = model.embed(plan.tokens_T).unsqueeze(1).repeat(1, model.config.hc_mult, 1)
+        for layer in range(len(model.layers)):
+            streams_TMD = self.layer(layer, streams_TMD, here)
+        self._head_rows(streams_TMD, here)
+        return streams_TMD
+
+    def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
+        """Next-token logits `[T, V]`, float32 or wider."""
+        return self.model.logits(streams_TMD)
+
+    def layer(self, layer: int, streams_TMD: torch.Tensor, here: _Round) -> torch.Tensor:
+        """One block."""
+        block, ops = self.model.layers[layer], self.ops
+        mix = self._mix(block, "attn", streams_TMD)
+        x_TD = ops.rms_norm(ops.collapse(streams_TMD, mix.pre_TM), block.attn_norm.weight, self.eps)
+        streams_TMD = ops.expand(self._attention(layer, block.attn, x_TD, here), streams_TMD, mix)
+        mix = self._mix(block, "ffn", streams_TMD)
+        x_TD = ops.rms_norm(ops.collapse(streams_TMD, mix.pre_TM), block.ffn_norm.weight, self.eps)
+        return ops.expand(self._experts(block.ffn, x_TD, here.plan.tokens_T), streams_TMD, mix)
+
+    def _mix(self, block: HyperConnected, site: str, streams_TMD: torch.Tensor):
+        config = self.model.config
+        return self.ops.mix_weights(
+            streams_TMD,
+            block.get_parameter(f"hc_{site}_fn"),
+            block.get_parameter(f"hc_{site}_scale"),
+            block.get_parameter(f"hc_{site}_base"),
+            iterations=config.hc_sinkhorn_iters,
+            eps=config.hc_eps,
+            norm_eps=self.eps,
+        )
+
+    def _scratch(self, pool: str, layer: int, count: int) -> torch.Tensor:
+        """A pool's first scratch rows."""
+        persistent = self.cache.num_persistent(pool)
+        return self.cache.pools[pool][layer][persistent : persistent + count]
+
+    def _attention(self, layer: int, attn: Attention, x_TD: torch.Tensor, here: _Round) -> torch.Tensor:
+        ops, num_nodes = self.ops, len(x_TD)
+        kind = compression_of(self.model.config, self.model.config.layers[layer])
+        turn = here.main if kind is None else here.compress
+        qr_TD = ops.rms_norm(attn.wq_a(x_TD), attn.q_norm.weight, self.eps)
+        q_THD = attn.wq_b(qr_TD).unflatten(-1, (attn.num_heads, attn.head_dim))
+        q_THD = ops.norm_rope(q_THD, None, self.eps, turn.cos_NP, turn.sin_NP)
+        kv_T1D = ops.norm_rope(attn.wkv(x_TD).unsqueeze(1), attn.kv_norm.weight, self.eps, turn.cos_NP, turn.sin_NP)
+        self._scratch("window_kv", attn.layer, num_nodes).copy_(kv_T1D.squeeze(1))
+
+        entries_RE, rows_TK = None, None
+        if kind is not None:
+            assert attn.compressor is not None
+            comp = here.plan.compressions[kind.name]
+            x_wide = x_TD.to(self.model.precision.wide)
+            entries_RE = self._compress(attn.compressor, attn.compressed_layer, x_wide, comp, here.entries[kind.name])
+            rows_TK = comp.listed_TK
+            if attn.indexer is not None:
+                keys_RI = self._compress(
+                    attn.indexer.compressor, attn.compressed_layer, x_wide, comp, here.entries[kind.name]
+                )
+                if rows_TK is None:
+                    rows_TK = self._choose(attn.indexer, x_TD, qr_TD, turn, comp, keys_RI)
+        window_RD = self.cache.pools["window_kv"][attn.layer]
+        o_THD = ops.attention(q_THD, window_RD, here.plan.window_rows_TW, entries_RE, rows_TK, attn.attn_sink)
+        o_THD = ops.apply_rope(o_THD, turn.cos_NP, turn.inverse.sin_NP)
+        o_TGD = o_THD.flatten(1).unflatten(-1, (attn.groups, -1))
+        low_TGR = torch.einsum("tgd,god->tgo", o_TGD, attn.wo_a.weight.unflatten(0, (attn.groups, -1)))
+        output_TD: torch.Tensor = attn.wo_b(low_TGR.flatten(1))
+        return output_TD
+
+    def _compress(
+        self, module: Compressor, layer: int, x_wide: torch.Tensor, comp: CompressionPlan, turn: Rotation
+    ) -> torch.Tensor:
+        """Raw rows and new entries of the nodes; all entry rows of the layer `[R, E]`."""
+        width = module.wkv.out_features
+        raw = self._scratch(module.buffer_pool, layer, len(x_wide))
+        raw[:, :width].copy_(F.linear(x_wide, module.wkv.weight))
+        raw[:, width:].copy_(torch.addmm(module.ape[comp.phase_T], x_wide, module.wgate.weight.T))
+        entries_RE = self.cache.pools[module.entry_pool][layer]
+        if len(comp.closing_slot_C):
+            slot_C = comp.closing_slot_C
+            self.ops.close_windows(
+                self.cache.pools[module.buffer_pool][layer],
+                comp.pool_rows_CS,
+                entries_RE,
+                torch.where(slot_C < 0, -1, self.cache.num_persistent(module.entry_pool) + slot_C),
+                module.norm.weight,
+                self.eps,
+                turn.cos_NP,
+                turn.sin_NP,
+                overlap=module.overlap,
+            )
+        return entries_RE
+
+    def _choose(
+        self,
+        indexer: Indexer,
+        x_TD: torch.Tensor,
+        qr_TD: torch.Tensor,
+        turn: Rotation,
+        comp: CompressionPlan,
+        keys_RI: torch.Tensor,
+    ) -> torch.Tensor:
+        wide = self.model.precision.wide
+        q_THI = indexer.wq_b(qr_TD).unflatten(-1, (indexer.num_heads, indexer.head_dim))
+        q_THI = self.ops.apply_rope(q_THI, turn.cos_NP, turn.sin_NP)
+        scale = indexer.head_dim**-0.5 * indexer.num_heads**-0.5
+        scores_TN = self.ops.index_scores(
+            q_THI.to(wide),
+            indexer.weights_proj(x_TD).to(wide) * scale,
+            keys_RI,
+            comp.base_T,
+            comp.count_T,
+            comp.extra_rows_TX,
+            comp.num_visible,
+        )
+        return selected_rows(comp, self.ops.select_entries(scores_TN, indexer.topk))
+
+    def _experts(self, ffn: MoE | QuantizedMoE, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        if isinstance(ffn, QuantizedMoE):
+            output_TD: torch.Tensor = ffn(x_TD, tokens_T)
+            return output_TD
+        return _plain_experts(ffn, x_TD, tokens_T)
+
+    def _head_rows(self, streams_TMD: torch.Tensor, here: _Round) -> None:
+        """Rows of an MTP head, as `DeepseekV4.finish` leaves them."""
+        head, ops, plan = self.model.mtp_head, self.ops, here.plan
+        if head is None:
+            assert self.model.dspark_head is None, "DSpark heads are not carried on the device yet"
+            return
+        num_nodes = len(streams_TMD)
+        self._scratch("pending_stream", 0, num_nodes).copy_(streams_TMD.flatten(1))
+        previous = self.cache.pools["pending_stream"][0][plan.parent_stream_T]
+        fused_TMD = head.fuse(previous.unflatten(-1, (self.model.config.hc_mult, -1)), self.model.embed(plan.tokens_T))
+        x_TD = ops.rms_norm(
+            ops.collapse(fused_TMD, self._mix(head, "attn", fused_TMD).pre_TM), head.attn_norm.weight, self.eps
+        )
+        turn = rotation(self.model.get_buffer("rope_main"), plan.position_T - 1)
+        kv_T1D = ops.norm_rope(
+            head.attn.wkv(x_TD).unsqueeze(1), head.attn.kv_norm.weight, self.eps, turn.cos_NP, turn.sin_NP
+        )
+        self._scratch("head_kv", 0, num_nodes).copy_(kv_T1D.squeeze(1))
+
+
+def _plain_experts(ffn: MoE, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+    """Unquantised experts one choice at a time over gathered weights: for tests and small models, not for speed."""
+    routing, wide = ffn.gate(x_TD, tokens_T), ffn.gate.weight.dtype
+    output_TD = torch.zeros_like(x_TD, dtype=wide)
+    for k in range(routing.experts_TK.shape[1]):
+        expert_T = routing.experts_TK[:, k]
+        gate, up = torch.einsum("td,tod->to", x_TD, ffn.experts.w13[expert_T]).to(wide).chunk(2, dim=-1)
+        hidden = swiglu(gate, up, ffn.limit, ffn.numerics) * routing.weights_TK[:, k : k + 1]
+        output_TD = output_TD + torch.einsum("tf,tdf->td", hidden.to(x_TD.dtype), ffn.experts.w2[expert_T]).to(wide)
+    return (output_TD + ffn.shared_experts(x_TD).to(wide)).to(x_TD.dtype)

@@ -1,0 +1,96 @@
+"""The operations of a layer on the device: plain torch, or Triton's. None of them reads anything back.
+
+T = nodes, D = model width, H = heads, I = index head width, R = pool rows, C = closing windows, S = tokens pooled,
+E = entry width, N = entries, X = entries closed in this round, M = residual streams
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from compressed_spec.kernels.attention import sparse_attention
+from compressed_spec.kernels.compress import pool_windows
+from compressed_spec.kernels.gather import gather_rows
+from compressed_spec.kernels.hyper_connection import MixWeights, collapse, expand, mix_weights
+from compressed_spec.kernels.indexer import select_entries
+from compressed_spec.kernels.norm import rms_norm
+from compressed_spec.kernels.numerics import numerics_named
+from compressed_spec.kernels.rope import apply_rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOps:
+    """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`. close_windows, index_scores: as below.
+
+    The others are as in the kernels' files of their names, without `numerics`.
+    """
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
+    norm_rope: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor, torch.Tensor], torch.Tensor]
+    apply_rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    attention: Callable[..., torch.Tensor]
+    close_windows: Callable[..., None]
+    index_scores: Callable[..., torch.Tensor]
+    select_entries: Callable[[torch.Tensor, int], torch.Tensor]
+    mix_weights: Callable[..., MixWeights]
+    collapse: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    expand: Callable[[torch.Tensor, torch.Tensor, MixWeights], torch.Tensor]
+
+
+def torch_ops() -> LayerOps:
+    """Plain torch."""
+    fast = numerics_named("fast")
+    return LayerOps(
+        rms_norm=rms_norm,
+        norm_rope=lambda x_THD, weight_D, eps, cos, sin: apply_rope(rms_norm(x_THD, weight_D, eps), cos, sin),
+        apply_rope=apply_rope,
+        attention=sparse_attention,
+        close_windows=close_windows,
+        index_scores=index_scores,
+        select_entries=select_entries,
+        mix_weights=lambda *args, **kwargs: mix_weights(*args, **kwargs, numerics=fast),
+        collapse=collapse,
+        expand=lambda output_TD, streams_TMD, weights: expand(output_TD, streams_TMD, weights, fast),
+    )
+
+
+def close_windows(
+    buffer_RD: torch.Tensor,
+    rows_CS: torch.Tensor,
+    entries_RE: torch.Tensor,
+    target_C: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    cos_CP: torch.Tensor,
+    sin_CP: torch.Tensor,
+    *,
+    overlap: bool,
+) -> None:
+    """Pool windows, norm and rotate the entries, and write them to rows `target_C` of the pool; -1 writes nothing.
+
+    The pool's last row is written to in place of nothing: it must be nobody's.
+    """
+    pooled_CE = pool_windows(buffer_RD, rows_CS, overlap=overlap).to(entries_RE.dtype)
+    entries = apply_rope(rms_norm(pooled_CE, weight_E, eps).unsqueeze(1), cos_CP, sin_CP).squeeze(1)
+    entries_RE.index_copy_(0, torch.where(target_C < 0, len(entries_RE) - 1, target_C), entries)
+
+
+def index_scores(
+    q_THI: torch.Tensor,
+    weights_TH: torch.Tensor,
+    keys_RI: torch.Tensor,
+    base_T: torch.Tensor,
+    count_T: torch.Tensor,
+    extra_rows_TX: torch.Tensor,
+    num_entries: int,
+) -> torch.Tensor:
+    """`kernels.indexer.index_scores` where only the device knows the spans: `count_T` entries from row `base_T` on."""
+    entry_N = torch.arange(num_entries, device=q_THI.device)
+    own_TN = entry_N - count_T.unsqueeze(1)
+    extra_TN = extra_rows_TX.gather(1, own_TN.clamp(0, extra_rows_TX.shape[1] - 1))
+    extra_TN = torch.where(own_TN < extra_rows_TX.shape[1], extra_TN, -1)
+    rows_TN = torch.where(own_TN < 0, base_T.unsqueeze(1) + entry_N, extra_TN)
+    keys_TNI = gather_rows(keys_RI, rows_TN).to(q_THI.dtype)
+    scores_TN = torch.einsum("thn,th->tn", torch.relu(torch.einsum("thi,tni->thn", q_THI, keys_TNI)), weights_TH)
+    return scores_TN.masked_fill(rows_TN < 0, float("-inf"))
