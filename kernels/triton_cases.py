@@ -1,10 +1,16 @@
 """Every configuration of every Triton kernel that ships, for `scripts/check_kernels.py` to compile.
 
-One function an op, each taking what its launcher would decide from the launcher's own file. Dimensions are those of
+One function an op, each taking what its launcher decides from the launcher's own file. Dimensions are those of
 V4-Flash and V4-Pro.
 """
 
-from compressed_spec.kernels.norm_rope_triton import norm_rope_config, norm_rope_kernel
+import torch
+import triton
+
+from compressed_spec.kernels import attention_triton as attention
+from compressed_spec.kernels import hyper_connection_triton as hyper
+from compressed_spec.kernels import norm_rope_triton as norm_rope
+from compressed_spec.kernels.fp8_rows import GROUP
 from compressed_spec.kernels.triton_cases_round import round_cases
 from compressed_spec.kernels.triton_cases_weights import weight_cases
 from compressed_spec.kernels.triton_compile import Case
@@ -12,11 +18,17 @@ from compressed_spec.kernels.triton_compile import Case
 
 def all_cases() -> tuple[Case, ...]:
     """All of them; a new op appends its own line."""
-    return (*norm_rope_cases(), *weight_cases(), *round_cases())
+    return (
+        *norm_rope_cases(),
+        *attention_cases(),
+        *hyper_connection_cases(),
+        *weight_cases(),
+        *round_cases(),
+    )
 
 
 def norm_rope_cases() -> tuple[Case, ...]:
-    """Query heads (no weight), K = V rows, and norms of the model's width."""
+    """Query heads (no weight), K = V rows plain and in FP8, the output's rotation, and norms of the model's widths."""
     signature = {
         "p_x": "*bf16",
         "p_out": "*bf16",
@@ -24,29 +36,134 @@ def norm_rope_cases() -> tuple[Case, ...]:
         "num_heads": "i32",
         "stride_xt": "i64:16",
         "stride_xh": "i64:16",
+        "stride_out": "i64:16",
         "eps": "fp32",
     }
+    weight = {"p_weight": "*fp32"}
     rotation = {"p_cos": "*fp32", "p_sin": "*fp32"}
-    return (
-        Case(
-            name="norm_rope/query",
-            kernel=norm_rope_kernel,
-            signature=signature | rotation,
-            constexprs={"p_weight": None, "D": 512, "P": 32, "NORM": True, **norm_rope_config(512)},
-        ),
-        Case(
-            name="norm_rope/kv",
-            kernel=norm_rope_kernel,
-            signature=signature | rotation | {"p_weight": "*fp32"},
-            constexprs={"D": 512, "P": 32, "NORM": True, **norm_rope_config(512)},
-        ),
-        *(
-            Case(
-                name=f"norm_rope/width{width}",
-                kernel=norm_rope_kernel,
-                signature=signature | {"p_weight": "*fp32"},
-                constexprs={"p_cos": None, "p_sin": None, "D": width, "P": 0, "NORM": True, **norm_rope_config(width)},
+    head = {"D": 512, "P": 32, "NORM": True, "FP8_GROUP": 0, **norm_rope.norm_rope_config(512)}
+    unweighted, unrotated = {"p_weight": None}, {"p_cos": None, "p_sin": None, "P": 0}
+    cases = {
+        "query": (signature | rotation, head | unweighted),
+        "kv": (signature | rotation | weight, head),
+        "kv_fp8": (signature | rotation | weight | {"p_out": "*u8"}, head | {"FP8_GROUP": GROUP}),
+        "undo": (signature | rotation, head | unweighted | {"NORM": False}),
+        **{
+            f"width{width}": (
+                signature | weight,
+                head | unrotated | {"D": width, **norm_rope.norm_rope_config(width)},
             )
-            for width in (1024, 1536, 4096, 7168)
-        ),
+            for width in (128, 1024, 1536, 4096, 7168)
+        },
+    }
+    return tuple(
+        Case(name=f"norm_rope/{name}", kernel=norm_rope.norm_rope_kernel, signature=types, constexprs=constexprs)
+        for name, (types, constexprs) in cases.items()
     )
+
+
+def attention_cases() -> tuple[Case, ...]:
+    """64 heads (Flash), 128 (Pro), fewer (their shards), in half precision, and float32."""
+    cases = []
+    for dtype, torch_dtype, heads in (
+        ("bf16", torch.bfloat16, 64),
+        ("bf16", torch.bfloat16, 128),
+        ("bf16", torch.bfloat16, 16),
+        ("fp16", torch.float16, 64),
+        ("fp32", torch.float32, 64),
+    ):
+        config = attention.attention_config(heads, 512, torch_dtype)
+        common = {
+            "p_q": f"*{dtype}",
+            "p_window": f"*{dtype}",
+            "p_window_rows": "*i64",
+            "p_compressed": f"*{dtype}",
+            "p_compressed_rows": "*i64",
+            "p_sink": "*fp32",
+            "window_length": "i32:16",
+            "compressed_length": "i32",
+            "tiles_a_run": "i32",
+            "stride_q": "i64:16",
+            "stride_window": "i64:16",
+            "stride_compressed": "i64:16",
+            "scale": "fp32",
+        }
+        constexprs = {"H": heads, "D": 512, **config.kernel}
+        whole = (common | {"p_out": f"*{dtype}"}, constexprs | {"p_mass": None, "SPLIT": False})
+        split = (common | {"p_out": "*fp32", "p_mass": "*fp32"}, constexprs | {"SPLIT": True})
+        cases += [
+            Case(
+                name=f"attention/{dtype}_heads{heads}_{name}",
+                kernel=attention.sparse_attention_kernel,
+                signature=types,
+                constexprs=values,
+                tensor_cores=dtype != "fp32",
+            )
+            for name, (types, values) in (("whole", whole), ("split", split))
+        ]
+    cases.append(
+        Case(
+            name="attention/combine",
+            kernel=attention.combine_runs_kernel,
+            signature={"p_part": "*fp32", "p_mass": "*fp32", "p_out": "*bf16", "num_rows": "i32:16", "num_runs": "i32"},
+            constexprs={"D": 512, **attention.attention_config(64, 512, torch.bfloat16).combine},
+        )
+    )
+    return tuple(cases)
+
+
+def hyper_connection_cases() -> tuple[Case, ...]:
+    """Four streams of 4096 (Flash) and 7168 (Pro)."""
+    cases = []
+    for width in (4096, 7168):
+        streams = {"M": 4, "D": width, "BLOCK_M": 4, **hyper.STREAMS}
+        for site, outputs, mixes in (("block", 24, True), ("head", 4, False)):
+            cases += [
+                Case(
+                    name=f"hyper_connection/project_{site}{width}",
+                    kernel=hyper.project_streams_kernel,
+                    signature={
+                        "p_x": "*bf16",
+                        "p_fn": "*fp32",
+                        "p_part": "*fp32",
+                        "num_nodes": "i32",
+                        "inner": "i32:16",
+                        "blocks_a_part": "i32",
+                    },
+                    constexprs={"F": outputs, "BLOCK_F": max(16, triton.next_power_of_2(outputs)), **hyper.PROJECT},
+                    tensor_cores=True,
+                ),
+                Case(
+                    name=f"hyper_connection/mix_{site}{width}",
+                    kernel=hyper.mix_streams_kernel,
+                    signature={
+                        "p_part": "*fp32",
+                        "p_scale": "*fp32",
+                        "p_base": "*fp32",
+                        "p_x": "*bf16",
+                        "p_pre": "*fp32",
+                        "p_post": "*fp32",
+                        "p_comb": "*fp32",
+                        "p_out": "*bf16",
+                        "num_parts": "i32",
+                        "eps": "fp32",
+                        "norm_eps": "fp32",
+                    },
+                    constexprs={"MIX": mixes, "ITERATIONS": 20 if mixes else 0, **streams},
+                ),
+            ]
+        cases += [
+            Case(
+                name=f"hyper_connection/collapse{width}",
+                kernel=hyper.collapse_kernel,
+                signature={"p_x": "*bf16", "p_pre": "*fp32", "p_out": "*bf16"},
+                constexprs=streams,
+            ),
+            Case(
+                name=f"hyper_connection/expand{width}",
+                kernel=hyper.expand_kernel,
+                signature={"p_y": "*bf16", "p_x": "*bf16", "p_post": "*fp32", "p_comb": "*fp32", "p_out": "*bf16"},
+                constexprs=streams,
+            ),
+        ]
+    return tuple(cases)

@@ -11,7 +11,7 @@ from compressed_spec.cache import Cache
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
 from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees
 from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
-from compressed_spec.models.deepseek_v4.layer_ops import LayerOps, torch_ops
+from compressed_spec.models.deepseek_v4.layer_ops import LayerOps, torch_ops, triton_ops
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.noise import seed_tensor
@@ -102,3 +102,9 @@ def test_rounds_in_torch_are_the_hosts(lengths: tuple[int, int]) -> None:
 def test_rounds_without_a_draft_head() -> None:
     model = random_model((4, 8), draft_head=DraftHeadKind.NONE)
     check_rounds(torch_ops(), model, (5, 9), 2, 1e-10)
+
+
+def test_rounds_in_triton_are_the_hosts() -> None:
+    """Index heads are many, so that scores do not tie; float32 scores choose as float64 ones would."""
+    model = random_model((4, 8), dtype=torch.float32)
+    check_rounds(triton_ops(), model, (13, 30), 2, 1e-4)

@@ -13,7 +13,7 @@ from compressed_spec.kernels.moe import swiglu
 from compressed_spec.models.deepseek_v4.attention import Attention, Compressor, Indexer, compression_of
 from compressed_spec.models.deepseek_v4.block import MoE
 from compressed_spec.models.deepseek_v4.device_plan import DevicePlan
-from compressed_spec.models.deepseek_v4.layer_ops import LayerOps
+from compressed_spec.models.deepseek_v4.layer_ops import BlockInput, LayerOps
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.modules import HyperConnected
 from compressed_spec.models.deepseek_v4.quantized import QuantizedMoE
@@ -62,16 +62,16 @@ class DeviceForward:
     def layer(self, layer: int, streams_TMD: torch.Tensor, here: _Round) -> torch.Tensor:
         """One block."""
         block, ops = self.model.layers[layer], self.ops
-        mix = self._mix(block, "attn", streams_TMD)
-        x_TD = ops.rms_norm(ops.collapse(streams_TMD, mix.pre_TM), block.attn_norm.weight, self.eps)
-        streams_TMD = ops.expand(self._attention(layer, block.attn, x_TD, here), streams_TMD, mix)
-        mix = self._mix(block, "ffn", streams_TMD)
-        x_TD = ops.rms_norm(ops.collapse(streams_TMD, mix.pre_TM), block.ffn_norm.weight, self.eps)
-        return ops.expand(self._experts(block.ffn, x_TD, here.plan.tokens_T), streams_TMD, mix)
+        mixed = self._mix(block, "attn", streams_TMD)
+        x_TD = ops.rms_norm(mixed.x_TD, block.attn_norm.weight, self.eps)
+        streams_TMD = ops.expand(self._attention(layer, block.attn, x_TD, here), streams_TMD, mixed.weights)
+        mixed = self._mix(block, "ffn", streams_TMD)
+        x_TD = ops.rms_norm(mixed.x_TD, block.ffn_norm.weight, self.eps)
+        return ops.expand(self._experts(block.ffn, x_TD, here.plan.tokens_T), streams_TMD, mixed.weights)
 
-    def _mix(self, block: HyperConnected, site: str, streams_TMD: torch.Tensor):
+    def _mix(self, block: HyperConnected, site: str, streams_TMD: torch.Tensor) -> BlockInput:
         config = self.model.config
-        return self.ops.mix_weights(
+        return self.ops.mix_and_collapse(
             streams_TMD,
             block.get_parameter(f"hc_{site}_fn"),
             block.get_parameter(f"hc_{site}_scale"),
@@ -181,9 +181,7 @@ class DeviceForward:
         self._scratch("pending_stream", 0, num_nodes).copy_(streams_TMD.flatten(1))
         previous = self.cache.pools["pending_stream"][0][plan.parent_stream_T]
         fused_TMD = head.fuse(previous.unflatten(-1, (self.model.config.hc_mult, -1)), self.model.embed(plan.tokens_T))
-        x_TD = ops.rms_norm(
-            ops.collapse(fused_TMD, self._mix(head, "attn", fused_TMD).pre_TM), head.attn_norm.weight, self.eps
-        )
+        x_TD = ops.rms_norm(self._mix(head, "attn", fused_TMD).x_TD, head.attn_norm.weight, self.eps)
         turn = rotation(self.model.get_buffer("rope_main"), plan.position_T - 1)
         kv_T1D = ops.norm_rope(
             head.attn.wkv(x_TD).unsqueeze(1), head.attn.kv_norm.weight, self.eps, turn.cos_NP, turn.sin_NP

@@ -6,6 +6,7 @@ E = entry width, N = entries, X = entries closed in this round, M = residual str
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,8 +21,17 @@ from compressed_spec.kernels.rope import apply_rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockInput:
+    """The streams collapsed, `[T, D]`, and what the block's output will be mixed with."""
+
+    x_TD: torch.Tensor
+    weights: MixWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOps:
-    """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`. close_windows, index_scores: as below.
+    """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`. mix_and_collapse: `mix_weights` and `collapse`.
+    close_windows, index_scores: as below.
 
     The others are as in the kernels' files of their names, without `numerics`.
     """
@@ -33,8 +43,7 @@ class LayerOps:
     close_windows: Callable[..., None]
     index_scores: Callable[..., torch.Tensor]
     select_entries: Callable[[torch.Tensor, int], torch.Tensor]
-    mix_weights: Callable[..., MixWeights]
-    collapse: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    mix_and_collapse: Callable[..., BlockInput]
     expand: Callable[[torch.Tensor, torch.Tensor, MixWeights], torch.Tensor]
 
 
@@ -49,10 +58,35 @@ def torch_ops() -> LayerOps:
         close_windows=close_windows,
         index_scores=index_scores,
         select_entries=select_entries,
-        mix_weights=lambda *args, **kwargs: mix_weights(*args, **kwargs, numerics=fast),
-        collapse=collapse,
+        mix_and_collapse=_mix_and_collapse,
         expand=lambda output_TD, streams_TMD, weights: expand(output_TD, streams_TMD, weights, fast),
     )
+
+
+def triton_ops() -> LayerOps:
+    """Triton's kernels, and plain torch for the rest."""
+    from compressed_spec.kernels import attention_triton, hyper_connection_triton, norm_rope_triton
+
+    def mix_and_collapse(*args: Any, **kwargs: Any) -> BlockInput:
+        collapsed = hyper_connection_triton.mix_and_collapse(*args, **kwargs)
+        return BlockInput(x_TD=collapsed.input_TD, weights=collapsed.weights)
+
+    return LayerOps(
+        rms_norm=norm_rope_triton.rms_norm,
+        norm_rope=norm_rope_triton.norm_rope,
+        apply_rope=norm_rope_triton.apply_rope,
+        attention=attention_triton.sparse_attention,
+        close_windows=close_windows,
+        index_scores=index_scores,
+        select_entries=select_entries,
+        mix_and_collapse=mix_and_collapse,
+        expand=hyper_connection_triton.expand,
+    )
+
+
+def _mix_and_collapse(streams_TMD: torch.Tensor, *args: Any, **kwargs: Any) -> BlockInput:
+    weights = mix_weights(streams_TMD, *args, **kwargs, numerics=numerics_named("fast"))
+    return BlockInput(x_TD=collapse(streams_TMD, weights.pre_TM), weights=weights)
 
 
 def close_windows(

@@ -5,7 +5,7 @@ import torch
 
 from compressed_spec.kernels import fp8_linear_triton
 from compressed_spec.kernels.fp8_linear import FP8Weight, fp8_grouped_linear, fp8_linear
-from compressed_spec.testing.precision import assert_as_exact_as
+from compressed_spec.testing.exactness import assert_as_exact_as
 
 
 def stored(rows: int, cols: int, block: tuple[int, int], scales: torch.dtype) -> FP8Weight:
@@ -46,16 +46,16 @@ def test_kernel(
     weight, x_TD = stored(rows, cols, block, scales), (torch.randn(nodes, cols) * 1e-3).to(dtype)
     actual = fp8_linear_triton.fp8_linear(x_TD, weight)
     assert actual.dtype == dtype
-    assert_as_exact_as(actual, fp8_linear(x_TD, weight), fp8_linear(x_TD.double(), weight), ulps=1)
+    assert_as_exact_as(actual, fp8_linear(x_TD, weight), fp8_linear(x_TD.double(), weight))
 
 
 def test_kernel_takes_leading_axes_and_groups() -> None:
     weight, x_TGD = stored(3 * 70, 96, (128, 128), torch.float8_e8m0fnu), torch.randn(5, 3, 96)
     exact = fp8_grouped_linear(x_TGD.double(), weight)
     actual = fp8_linear_triton.fp8_grouped_linear(x_TGD, weight)
-    assert_as_exact_as(actual, fp8_grouped_linear(x_TGD, weight), exact, ulps=1)
+    assert_as_exact_as(actual, fp8_grouped_linear(x_TGD, weight), exact)
     actual = fp8_linear_triton.fp8_linear(x_TGD, weight)
-    assert_as_exact_as(actual, fp8_linear(x_TGD, weight), fp8_linear(x_TGD.double(), weight), ulps=1)
+    assert_as_exact_as(actual, fp8_linear(x_TGD, weight), fp8_linear(x_TGD.double(), weight))
 
 
 def test_kernel_decodes_every_code() -> None:
@@ -70,4 +70,4 @@ def test_kernel_reads_nothing_beyond_its_rows() -> None:
     wide[:4, 4:104] = torch.randn(4, 100)
     weight, x_TD = stored(20, 100, (128, 128), torch.float8_e8m0fnu), wide[:4, 4:104]
     actual = fp8_linear_triton.fp8_linear(x_TD, weight)
-    assert_as_exact_as(actual, fp8_linear(x_TD, weight), fp8_linear(x_TD.double(), weight), ulps=1)
+    assert_as_exact_as(actual, fp8_linear(x_TD, weight), fp8_linear(x_TD.double(), weight))
