@@ -11,7 +11,7 @@ from compressed_spec.cache import Cache
 from compressed_spec.kernels.commit import ENTRIES, RING, SINGLE, Lane, lane_table
 from compressed_spec.layout import Addressing, StateSpec, pool_specs
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
-from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees, make_device_plan
+from compressed_spec.models.deepseek_v4.device_plan import DevicePlan, DeviceTrees, make_device_plan
 
 _KINDS = {Addressing.RING: RING, Addressing.ENTRIES: ENTRIES, Addressing.SINGLE: SINGLE}
 
@@ -65,14 +65,9 @@ class DeviceRound:
 
     def __call__(self, trees: DeviceTrees, inputs: RoundInputs, most_length: int) -> RoundOutputs:
         """Verify the trees and commit what the target accepts. most_length: no row is longer."""
-        from compressed_spec.kernels.commit_triton import commit_moves, commit_rows
         from compressed_spec.kernels.coupled_triton import coupled_tokens, walk_trees
 
-        cache = self.cache
-        row_B = inputs.rows_B.clamp(min=0)
-        plan = make_device_plan(
-            cache.spec, cache.shape, trees, inputs.tokens_T, row_B[trees.tree_T], self.lengths_B, most_length
-        )
+        plan = self.plan(trees, inputs, most_length)
         logits_TV = self._forward.logits(self._forward(plan))
         chosen_T = coupled_tokens(
             logits_TV,
@@ -89,13 +84,26 @@ class DeviceRound:
             longest=trees.longest,
             most_nodes=trees.most_nodes,
         )
-        cache.next_ticket()
         path_BA = walk.path_BA.masked_fill(inputs.rows_B.unsqueeze(1) < 0, -1)
         count_B = walk.count_B.masked_fill(inputs.rows_B < 0, 0)
+        self.commit(plan, trees, path_BA)
+        self.lengths_B.index_add_(0, inputs.rows_B.clamp(min=0), count_B)
+        return RoundOutputs(path_BA=path_BA, count_B=count_B, next_token_B=walk.next_token_B, logits_TV=logits_TV)
+
+    def plan(self, trees: DeviceTrees, inputs: RoundInputs, most_length: int) -> DevicePlan:
+        """The plan of the next round."""
+        sequence_T = inputs.rows_B.clamp(min=0)[trees.tree_T]
+        return make_device_plan(
+            self.cache.spec, self.cache.shape, trees, inputs.tokens_T, sequence_T, self.lengths_B, most_length
+        )
+
+    def commit(self, plan: DevicePlan, trees: DeviceTrees, path_BA: torch.Tensor) -> None:
+        """Make the rows of these paths persistent; the lengths are the caller's."""
+        from compressed_spec.kernels.commit_triton import commit_moves, commit_rows
+
+        self.cache.next_ticket()
         moves = commit_moves(path_BA, plan.position_T, plan.sequence_T, trees.slot_T, self._lanes_M5)
         commit_rows(self._pools, moves)
-        self.lengths_B.index_add_(0, row_B, count_B)
-        return RoundOutputs(path_BA=path_BA, count_B=count_B, next_token_B=walk.next_token_B, logits_TV=logits_TV)
 
 
 def _lane(cache: Cache, name: str) -> Lane:

@@ -60,9 +60,12 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("codes", torch.empty((rows, cols), dtype=torch.float8_e4m3fn, device=device))
         self.register_buffer("scale", torch.empty(grid, dtype=scale, device=device))
 
+    @property
+    def stored(self) -> FP8Weight:
+        return FP8Weight(codes=self.get_buffer("codes"), scale=self.get_buffer("scale"), block=self.block)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = FP8Weight(codes=self.get_buffer("codes"), scale=self.get_buffer("scale"), block=self.block)
-        return self.kernels.linear(x, weight)
+        return self.kernels.linear(x, self.stored)
 
 
 class QuantizedExperts(nn.Module):
