@@ -16,6 +16,7 @@ import triton.language as tl
 from compressed_spec.kernels.triton_device import multiprocessors
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+NO_PEAK = tl.constexpr(-1e30)
 
 
 @triton.jit(do_not_specialize=["compressed_length", "tiles_a_run"])
@@ -59,15 +60,19 @@ def sparse_attention_kernel(
 
     window_tiles = tl.cdiv(window_length, BLOCK_N)
     num_tiles = window_tiles + tl.cdiv(compressed_length, BLOCK_N)
-    first = i_s * tiles_a_run
-    last = tl.minimum(first + tiles_a_run, num_tiles)
+    first = i_s * tiles_a_run if SPLIT else 0
+    last = tl.minimum(first + tiles_a_run, num_tiles) if SPLIT else num_tiles
     p_window_list = p_window_rows + i_t * window_length
     p_compressed_list = p_compressed_rows + i_t * compressed_length
 
-    # Scores and peaks are in units of log 2. The sink is a score without a value, and belongs to the first run.
+    # Scores and peaks are in units of log 2. The sink is a score without a value, and belongs to the first run; no peak
+    # is -inf, so that a list of -1 makes no NaN.
     b_sink = tl.load(p_sink + o_h, mask=o_h < H, other=0.0).to(tl.float32) * LOG2_E
-    b_peak = tl.where(i_s == 0, b_sink, float("-inf"))
-    b_total = tl.where(b_peak > float("-inf"), 1.0, 0.0)
+    b_peak = tl.maximum(b_sink, NO_PEAK)
+    b_total = tl.full((BLOCK_H,), 1.0, dtype=tl.float32)
+    if SPLIT:
+        b_peak = tl.where(i_s == 0, b_peak, NO_PEAK)
+        b_total = tl.where(i_s == 0, b_total, 0.0)
     b_sum = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
     # Row ids are read one tile ahead, so that the rows themselves can be fetched several tiles ahead.
     b_row = _row_ids(p_window_list, p_compressed_list, window_length, compressed_length, first, window_tiles, o_n)
@@ -82,9 +87,8 @@ def sparse_attention_kernel(
         b_score = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee") * (scale * LOG2_E)
         b_score = tl.where((b_row >= 0)[None, :], b_score, float("-inf"))
         b_new = tl.maximum(b_peak, tl.max(b_score, axis=1))
-        b_base = tl.where(b_new > float("-inf"), b_new, 0.0)
-        b_weight = tl.exp2(b_score - b_base[:, None])
-        b_fade = tl.exp2(b_peak - b_base)
+        b_weight = tl.exp2(b_score - b_new[:, None])
+        b_fade = tl.exp2(b_peak - b_new)
         b_total = b_total * b_fade + tl.sum(b_weight, axis=1)
         b_sum = tl.dot(b_weight.to(b_kv.dtype), b_kv, b_sum * b_fade[:, None], input_precision="ieee")
         b_peak = b_new
@@ -124,13 +128,14 @@ def combine_runs_kernel(
     o_r, o_d = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     m_r = o_r < num_rows
     m_rd = m_r[:, None] & (o_d < D)[None, :]
+    stride = tl.cast(num_rows, tl.int64)
     b_peak = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
     for i in range(num_runs):
-        b_peak = tl.maximum(b_peak, tl.load(p_mass + i.to(tl.int64) * num_rows + o_r, mask=m_r, other=0.0))
+        b_peak = tl.maximum(b_peak, tl.load(p_mass + i * stride + o_r, mask=m_r, other=0.0))
     b_total = tl.zeros((BLOCK_R,), dtype=tl.float32)
     b_out = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
     for i in range(num_runs):
-        o_ir = i.to(tl.int64) * num_rows + o_r
+        o_ir = i * stride + o_r
         b_weight = tl.exp2(tl.load(p_mass + o_ir, mask=m_r, other=0.0) - b_peak)
         b_part = tl.load(p_part + o_ir[:, None] * D + o_d[None, :], mask=m_rd, other=0.0)
         b_total += b_weight
