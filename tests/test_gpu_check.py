@@ -39,7 +39,9 @@ def test_dry_run(tmp_path: Path) -> None:
 
 
 def test_refuses_without_a_gpu() -> None:
-    code = "import torch; torch.cuda.is_available = lambda: False\nimport runpy; runpy.run_path('scripts/gpu_check.py')['main']()"
+    code = (
+        "import runpy, torch; torch.cuda.is_available = lambda: False\nrunpy.run_path('scripts/gpu_check.py')['main']()"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

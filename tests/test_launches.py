@@ -1,55 +1,77 @@
-"""How many kernels a layer and a round launch: stated in docs/kernels.md, counted here."""
+"""How many kernels a layer and the rest of a round launch: as `DeviceForward` states them."""
 
+from collections import Counter
+
+import pytest
 import torch
 
-from compressed_spec.measure.gpu.scale import dry_scale
+from compressed_spec.kernels import fp4_experts_triton, fp8_linear_triton
 from compressed_spec.measure.gpu.random_flash import filled_cache, random_flash
-from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
+from compressed_spec.measure.gpu.scale import dry_scale
+from compressed_spec.models.deepseek_v4.device_forward import KERNELS_A_LAYER, DeviceForward
 from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees
 from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
 from compressed_spec.models.deepseek_v4.layer_ops import triton_ops
 from compressed_spec.models.deepseek_v4.quantized import QuantizedKernels
-from compressed_spec.kernels import fp4_experts_triton, fp8_linear_triton
 from compressed_spec.testing.launches import count_launches
 
+RATIOS = (4, 0, 128, 4)  # two CSA layers, one sliding, one HCA; the first is hash-routed
+CONTEXT = 300
 
-def test_try() -> None:
+
+@pytest.fixture(scope="module")
+def carried() -> DeviceRound:
     scale = dry_scale()
     kernels = QuantizedKernels(linear=fp8_linear_triton.fp8_linear, experts=fp4_experts_triton.fp4_experts)
-    counts = {}
-    for ratios in ((), (0,), (4,), (128,)):
-        pass
-    model = random_flash(scale.config((0, 4, 128)), scale.dtype, kernels, torch.device("cpu"))
+    model = random_flash(scale.config(RATIOS), scale.dtype, kernels, torch.device("cpu"))
     cache = filled_cache(model, 1, 600, 5)
-    forward = DeviceForward(model, cache, triton_ops())
-    carried = DeviceRound(forward)
-    trees = DeviceTrees.of([[-1, 0, 0]], cache.spec, cache.device)
-    inputs = RoundInputs(
+    return DeviceRound(DeviceForward(model, cache, triton_ops()))
+
+
+def inputs(num_nodes: int) -> RoundInputs:
+    return RoundInputs(
         rows_B=torch.tensor([0]),
-        tokens_T=torch.tensor([1, 2, 3]),
-        temperature_T=torch.ones(3, dtype=torch.float64),
-        seeds_T=torch.arange(3),
+        tokens_T=torch.arange(num_nodes),
+        temperature_T=torch.ones(num_nodes, dtype=torch.float64),
+        seeds_T=torch.arange(num_nodes),
     )
-    carried.lengths_B.fill_(300)
-    with count_launches() as counts:
-        plan = carried.plan(trees, inputs, 300)
-    print("plan", sum(counts.values()), dict(counts))
-    seen = []
-    original = forward.layer
 
-    def layer(index, streams, here):
+
+def test_kernels_a_layer(carried: DeviceRound, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: list[Counter[str]] = []
+    original = DeviceForward.layer
+
+    def counted(self: DeviceForward, layer: int, *args: object) -> torch.Tensor:
         with count_launches() as counts:
-            out = original(index, streams, here)
-        seen.append(counts)
-        return out
+            streams_TMD = original(self, layer, *args)  # type: ignore[arg-type]
+        layers.append(counts)
+        return streams_TMD
 
-    forward.layer = layer
+    monkeypatch.setattr(DeviceForward, "layer", counted)
+    carried.lengths_B.fill_(CONTEXT)
+    carried(DeviceTrees.of([[-1, 0, 0]], carried.spec, carried.device), inputs(3), CONTEXT)
+    _, sliding, hca, csa = layers
+    for kind, counts in (("sliding", sliding), ("hca", hca), ("csa", csa)):
+        assert sum(counts.values()) == KERNELS_A_LAYER[kind], f"{kind}: {dict(counts)}"
+
+
+def test_the_number_does_not_depend_on_the_tree(carried: DeviceRound) -> None:
+    totals = []
+    for form in ([-1], [-1, 0, 0, 1]):
+        carried.lengths_B.fill_(CONTEXT)
+        trees = DeviceTrees.of([form], carried.spec, carried.device)
+        with count_launches() as counts:
+            carried(trees, inputs(len(form)), CONTEXT)
+        totals.append(sum(counts.values()))
+    assert totals[0] == totals[1]
+
+
+def test_plan_and_commit(carried: DeviceRound) -> None:
+    carried.lengths_B.fill_(CONTEXT)
+    trees = DeviceTrees.of([[-1, 0, 0]], carried.spec, carried.device)
     with count_launches() as counts:
-        forward(plan)
-    for c in seen:
-        print(sum(c.values()), sum(v for k, v in c.items() if not k.startswith("torch.")), dict(c))
-    print("outside", sum(counts.values()), dict(counts))
+        plan = carried.plan(trees, inputs(3), CONTEXT)
+    assert sum(counts.values()) == 8, dict(counts)
     with count_launches() as counts:
-        carried.commit(plan, trees, torch.tensor([[0, 1]]))
-    print("commit", sum(counts.values()), dict(counts))
-    assert 0
+        carried.commit(plan, trees, plan.sequence_T[:2].unsqueeze(0))
+    assert counts == {"commit_moves_kernel": 1, "commit_rows_kernel": 1}

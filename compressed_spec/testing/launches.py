@@ -9,11 +9,11 @@ import torch
 import triton.runtime.jit
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that only describe memory; all others of torch are counted as one kernel.
+# Operations without a kernel: they describe memory, or make a number on the host. All others are counted as one.
 _FREE = {
     "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "slice", "select", "transpose", "t", "permute", "detach",
     "alias", "as_strided", "split", "split_with_sizes", "unbind", "empty", "new_empty", "empty_like", "empty_strided",
-    "chunk", "_reshape_alias",
+    "chunk", "_reshape_alias", "promote_types", "scalar_tensor", "lift_fresh",
 }  # fmt: skip
 
 

@@ -20,14 +20,20 @@ from compressed_spec.models.deepseek_v4.quantized import QuantizedMoE
 from compressed_spec.models.deepseek_v4.rope import Rotation, rotation
 from compressed_spec.rows import CompressionPlan, selected_rows
 
+# Kernels that a layer launches, with Triton's operations, quantised weights, score routing and scored entries; counted
+# by tests/test_launches.py, where a product counts as one (few nodes may split the sum of an FP8 product in two).
+KERNELS_A_LAYER = {"sliding": 39, "hca": 76, "csa": 163}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """A plan with its rotations: plain, and by compression those of nodes and of closing windows."""
+    """A plan with its rotations: of nodes, plain and with compression, the sines that undo them, and of entries."""
 
     plan: DevicePlan
     main: Rotation
     compress: Rotation
+    undo_main: torch.Tensor
+    undo_compress: torch.Tensor
     entries: dict[str, Rotation]
 
 
@@ -43,10 +49,13 @@ class DeviceForward:
         assert len(plan.tokens_T) < self.cache.shape.num_slots, "the last slot takes what is written to nothing"
         model = self.model
         compress = model.get_buffer("rope_compress")
+        main, turned = rotation(model.get_buffer("rope_main"), plan.position_T), rotation(compress, plan.position_T)
         here = _Round(
             plan=plan,
-            main=rotation(model.get_buffer("rope_main"), plan.position_T),
-            compress=rotation(compress, plan.position_T),
+            main=main,
+            compress=turned,
+            undo_main=main.inverse.sin_NP,
+            undo_compress=turned.inverse.sin_NP,
             entries={name: rotation(compress, comp.entry_position_C) for name, comp in plan.compressions.items()},
         )
         streams_TMD = model.embed(plan.tokens_T).unsqueeze(1).repeat(1, model.config.hc_mult, 1)
@@ -87,14 +96,13 @@ class DeviceForward:
         return self.cache.pools[pool][layer][persistent : persistent + count]
 
     def _attention(self, layer: int, attn: Attention, x_TD: torch.Tensor, here: _Round) -> torch.Tensor:
-        ops, num_nodes = self.ops, len(x_TD)
+        ops = self.ops
         kind = compression_of(self.model.config, self.model.config.layers[layer])
         turn = here.main if kind is None else here.compress
         qr_TD = ops.rms_norm(attn.wq_a(x_TD), attn.q_norm.weight, self.eps)
         q_THD = attn.wq_b(qr_TD).unflatten(-1, (attn.num_heads, attn.head_dim))
         q_THD = ops.norm_rope(q_THD, None, self.eps, turn.cos_NP, turn.sin_NP)
-        kv_T1D = ops.norm_rope(attn.wkv(x_TD).unsqueeze(1), attn.kv_norm.weight, self.eps, turn.cos_NP, turn.sin_NP)
-        self._scratch("window_kv", attn.layer, num_nodes).copy_(kv_T1D.squeeze(1))
+        self._write_kv("window_kv", attn.layer, attn, x_TD, turn)
 
         entries_RE, rows_TK = None, None
         if kind is not None:
@@ -111,11 +119,16 @@ class DeviceForward:
                     rows_TK = self._choose(attn.indexer, x_TD, qr_TD, turn, comp, keys_RI)
         window_RD = self.cache.pools["window_kv"][attn.layer]
         o_THD = ops.attention(q_THD, window_RD, here.plan.window_rows_TW, entries_RE, rows_TK, attn.attn_sink)
-        o_THD = ops.apply_rope(o_THD, turn.cos_NP, turn.inverse.sin_NP)
+        o_THD = ops.apply_rope(o_THD, turn.cos_NP, here.undo_main if kind is None else here.undo_compress)
         o_TGD = o_THD.flatten(1).unflatten(-1, (attn.groups, -1))
         low_TGR = torch.einsum("tgd,god->tgo", o_TGD, attn.wo_a.weight.unflatten(0, (attn.groups, -1)))
         output_TD: torch.Tensor = attn.wo_b(low_TGR.flatten(1))
         return output_TD
+
+    def _write_kv(self, pool: str, layer: int, attn: Attention, x_TD: torch.Tensor, turn: Rotation) -> None:
+        """The rotated K = V row of each node, into a pool's scratch rows."""
+        kv_T1D, rows_TD = attn.wkv(x_TD).unsqueeze(1), self._scratch(pool, layer, len(x_TD))
+        self.ops.norm_rope(kv_T1D, attn.kv_norm.weight, self.eps, turn.cos_NP, turn.sin_NP, out_NX=rows_TD)
 
     def _compress(
         self, module: Compressor, layer: int, x_wide: torch.Tensor, comp: CompressionPlan, turn: Rotation
@@ -173,7 +186,7 @@ class DeviceForward:
 
     def _head_rows(self, streams_TMD: torch.Tensor, here: _Round) -> None:
         """Rows of an MTP head, as `DeepseekV4.finish` leaves them."""
-        head, ops, plan = self.model.mtp_head, self.ops, here.plan
+        head, plan = self.model.mtp_head, here.plan
         if head is None:
             assert self.model.dspark_head is None, "DSpark heads are not carried on the device yet"
             return
@@ -181,12 +194,9 @@ class DeviceForward:
         self._scratch("pending_stream", 0, num_nodes).copy_(streams_TMD.flatten(1))
         previous = self.cache.pools["pending_stream"][0][plan.parent_stream_T]
         fused_TMD = head.fuse(previous.unflatten(-1, (self.model.config.hc_mult, -1)), self.model.embed(plan.tokens_T))
-        x_TD = ops.rms_norm(self._mix(head, "attn", fused_TMD).x_TD, head.attn_norm.weight, self.eps)
+        x_TD = self.ops.rms_norm(self._mix(head, "attn", fused_TMD).x_TD, head.attn_norm.weight, self.eps)
         turn = rotation(self.model.get_buffer("rope_main"), plan.position_T - 1)
-        kv_T1D = ops.norm_rope(
-            head.attn.wkv(x_TD).unsqueeze(1), head.attn.kv_norm.weight, self.eps, turn.cos_NP, turn.sin_NP
-        )
-        self._scratch("head_kv", 0, num_nodes).copy_(kv_T1D.squeeze(1))
+        self._write_kv("head_kv", 0, head.attn, x_TD, turn)
 
 
 def _plain_experts(ffn: MoE, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:

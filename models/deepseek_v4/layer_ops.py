@@ -30,14 +30,14 @@ class BlockInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOps:
-    """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`. mix_and_collapse: `mix_weights` and `collapse`.
-    close_windows, index_scores: as below.
+    """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`, or written to rows `out_NX`. mix_and_collapse:
+    `mix_weights` and `collapse`. close_windows, index_scores: as below.
 
     The others are as in the kernels' files of their names, without `numerics`.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
-    norm_rope: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor, torch.Tensor], torch.Tensor]
+    norm_rope: Callable[..., torch.Tensor]
     apply_rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     attention: Callable[..., torch.Tensor]
     close_windows: Callable[..., None]
@@ -52,7 +52,7 @@ def torch_ops() -> LayerOps:
     fast = numerics_named("fast")
     return LayerOps(
         rms_norm=rms_norm,
-        norm_rope=lambda x_THD, weight_D, eps, cos, sin: apply_rope(rms_norm(x_THD, weight_D, eps), cos, sin),
+        norm_rope=_norm_rope,
         apply_rope=apply_rope,
         attention=sparse_attention,
         close_windows=close_windows,
@@ -82,6 +82,19 @@ def triton_ops() -> LayerOps:
         mix_and_collapse=mix_and_collapse,
         expand=hyper_connection_triton.expand,
     )
+
+
+def _norm_rope(
+    x_THD: torch.Tensor,
+    weight_D: torch.Tensor | None,
+    eps: float,
+    cos_TP: torch.Tensor,
+    sin_TP: torch.Tensor,
+    *,
+    out_NX: torch.Tensor | None = None,
+) -> torch.Tensor:
+    turned_THD = apply_rope(rms_norm(x_THD, weight_D, eps), cos_TP, sin_TP)
+    return turned_THD if out_NX is None else out_NX.copy_(turned_THD.flatten(0, 1))
 
 
 def _mix_and_collapse(streams_TMD: torch.Tensor, *args: Any, **kwargs: Any) -> BlockInput:

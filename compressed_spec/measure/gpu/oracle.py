@@ -94,7 +94,7 @@ def _our_step(model: DeepseekV4) -> float:
 
 def _decoded(model: DeepseekV4, name: str) -> torch.Tensor:
     """A parameter of the plain model, by its name."""
-    owner, leaf = name.rsplit(".", 1)
+    owner, _, leaf = name.rpartition(".")
     if leaf in ("w13", "w2"):
         packed = model.get_submodule(owner.removesuffix(".experts")).experts.packed
         codes, scales = (packed.w13, packed.w13_scale) if leaf == "w13" else (packed.w2, packed.w2_scale)
