@@ -107,6 +107,8 @@ def sparse_attention_kernel(
         tl.store(p_out + i_st * (H * D) + o_hd, b_out)
     else:
         tl.store(p_out + i_st * (H * D) + o_hd, b_out, mask=(o_h < H)[:, None] & (o_d < D)[None, :])
+    if SPLIT:
+        tl.store(p_mass + i_st * H + o_h, b_mass, mask=o_h < H)
 
 
 @triton.jit
@@ -116,8 +118,6 @@ def _row_ids(p_window_list, p_compressed_list, window_length, compressed_length,
     p_list = tl.where(in_window, p_window_list, p_compressed_list)
     length = tl.where(in_window, window_length, compressed_length)
     return tl.load(p_list + o_list, mask=o_list < length, other=-1).to(tl.int32)
-    if SPLIT:
-        tl.store(p_mass + i_st * H + o_h, b_mass, mask=o_h < H)
 
 
 @triton.jit
@@ -152,12 +152,16 @@ class AttentionConfig:
     combine: dict[str, int]
 
 
-def attention_config(num_heads: int, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
-    """Up to 64 heads a program share a tile. Half precision runs on tensor cores; float32 is for comparisons."""
+def attention_config(num_heads: int, head_dim: int, dtype: torch.dtype, *, split: bool) -> AttentionConfig:
+    """Up to 64 heads a program share a tile. Half precision runs on tensor cores; float32 is for comparisons.
+
+    Rows are fetched two tiles ahead, but one where lists are cut: such a program has no registers left for more.
+    """
     half = dtype != torch.float32
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_h = max(16, min(triton.next_power_of_2(num_heads), 64 if half else 16))
-    kernel = {"BLOCK_H": block_h, "BLOCK_N": 32 if half else 16, "BLOCK_D": block_d, "num_warps": 8, "num_stages": 3}
+    kernel = {"BLOCK_H": block_h, "BLOCK_N": 32 if half else 16, "BLOCK_D": block_d, "num_warps": 8}
+    kernel["num_stages"] = 2 if split else 3
     return AttentionConfig(kernel=kernel, combine={"BLOCK_R": max(1, 2048 // block_d), "BLOCK_D": block_d})
 
 
@@ -192,12 +196,13 @@ def sparse_attention(
     output_THD = torch.empty_like(q_THD)
     if not num_nodes:
         return output_THD
-    config = attention_config(num_heads, head_dim, q_THD.dtype)
-    head_tiles, tile = triton.cdiv(num_heads, config.kernel["BLOCK_H"]), config.kernel["BLOCK_N"]
+    tiles = attention_config(num_heads, head_dim, q_THD.dtype, split=False).kernel
+    head_tiles, tile = triton.cdiv(num_heads, tiles["BLOCK_H"]), tiles["BLOCK_N"]
     num_tiles = triton.cdiv(window_length, tile) + triton.cdiv(compressed_length, tile)
     processors = multiprocessors(q_THD.device) if num_processors is None else num_processors
     num_runs, tiles_a_run = runs_of(head_tiles * num_nodes, num_tiles, processors)
     split = num_runs > 1
+    config = attention_config(num_heads, head_dim, q_THD.dtype, split=split)
     part_STHD = q_THD.new_empty((num_runs, *q_THD.shape), dtype=torch.float32) if split else output_THD
     mass_STH = q_THD.new_empty((num_runs, num_nodes, num_heads), dtype=torch.float32) if split else None
     sparse_attention_kernel[(head_tiles, num_nodes, num_runs)](

@@ -72,7 +72,7 @@ def attention_cases() -> tuple[Case, ...]:
         ("fp16", torch.float16, 64),
         ("fp32", torch.float32, 64),
     ):
-        config = attention.attention_config(heads, 512, torch_dtype)
+        uncut, cut = (attention.attention_config(heads, 512, torch_dtype, split=split) for split in (False, True))
         common = {
             "p_q": f"*{dtype}",
             "p_window": f"*{dtype}",
@@ -88,9 +88,9 @@ def attention_cases() -> tuple[Case, ...]:
             "stride_compressed": "i64:16",
             "scale": "fp32",
         }
-        constexprs = {"H": heads, "D": 512, **config.kernel}
-        whole = (common | {"p_out": f"*{dtype}"}, constexprs | {"p_mass": None, "SPLIT": False})
-        split = (common | {"p_out": "*fp32", "p_mass": "*fp32"}, constexprs | {"SPLIT": True})
+        shape = {"H": heads, "D": 512}
+        whole = (common | {"p_out": f"*{dtype}"}, shape | uncut.kernel | {"p_mass": None, "SPLIT": False})
+        split = (common | {"p_out": "*fp32", "p_mass": "*fp32"}, shape | cut.kernel | {"SPLIT": True})
         cases += [
             Case(
                 name=f"attention/{dtype}_heads{heads}_{name}",
@@ -106,7 +106,7 @@ def attention_cases() -> tuple[Case, ...]:
             name="attention/combine",
             kernel=attention.combine_runs_kernel,
             signature={"p_part": "*fp32", "p_mass": "*fp32", "p_out": "*bf16", "num_rows": "i32:16", "num_runs": "i32"},
-            constexprs={"D": 512, **attention.attention_config(64, 512, torch.bfloat16).combine},
+            constexprs={"D": 512, **attention.attention_config(64, 512, torch.bfloat16, split=True).combine},
         )
     )
     return tuple(cases)
