@@ -3,6 +3,8 @@
 B = trees, A = longest path, N = B A entries of all paths, T = nodes, M = ways of addressing, P = pools
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,6 +6,8 @@ integer operations and exactly rounded float64 ones. The kernel is compiled with
 N = nodes, V = vocabulary, T = nodes of all trees, B = trees, A = longest path
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from dataclasses import dataclass
 
 import torch

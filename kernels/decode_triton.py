@@ -5,6 +5,8 @@ float, which gives the value times a power of two (subnormals too: a shorter exp
 numbers), and a gain undoes that along with the scale. No chip needs the types themselves: Triton has E4M3 from sm_89.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import triton
 import triton.language as tl
 

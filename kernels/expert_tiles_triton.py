@@ -5,6 +5,8 @@ A pair's place is the number of pairs that go before it: quadratic, but a round 
 N = (node, choice) pairs, E = experts, M = tiles
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import torch
 import triton
 import triton.language as tl

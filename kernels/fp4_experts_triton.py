@@ -6,6 +6,8 @@ x's dtype with float32 sums. For bfloat16, scales are at most 2.
 T = nodes, D = model width, E = experts, F = expert width, K = experts a token, N = (node, choice) pairs
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import torch
 import triton
 import triton.language as tl

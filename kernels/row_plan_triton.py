@@ -7,6 +7,8 @@ T = nodes, A = deepest path, W = window, C = most closing nodes, S = tokens one 
 a node's own ancestors, K = most entries listed, B = sequences
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from dataclasses import dataclass
 
 import torch

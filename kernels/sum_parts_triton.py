@@ -3,6 +3,8 @@
 T = rows, P = parts, D = width
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import torch
 import triton
 import triton.language as tl

@@ -94,7 +94,7 @@ def _environment(device: Any) -> dict[str, object]:
 
 def _targets(results: dict[str, Any]) -> list[dict[str, object]]:
     """What the kernels are meant to reach, where it was measured."""
-    found = []
+    found: list[dict[str, object]] = []
 
     def target(name: str, measured: float | None, wanted: float, *, most: bool = False) -> None:
         met = None if measured is None else measured <= wanted if most else measured >= wanted

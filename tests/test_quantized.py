@@ -46,12 +46,14 @@ def weight_bytes(model: DeepseekV4) -> int:
 
 def test_the_draft_head_is_the_dequantised_one(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
-    heads = [
-        load_model(folder, dtype="float64", progress=False, keep_quantized=kept).mtp_head for kept in (False, True)
-    ]
-    streams_TMD, embedded_TD = torch.randn(3, 4, heads[0].config.hidden_size).double(), torch.randn(3, 64).double()
-    embedded_TD = torch.randn(3, heads[0].config.hidden_size).double()
-    assert_near(heads[1].fuse(streams_TMD, embedded_TD), heads[0].fuse(streams_TMD, embedded_TD), "fused")
+    plain = load_model(folder, dtype="float64", progress=False).mtp_head
+    kept = load_model(folder, dtype="float64", progress=False, keep_quantized=True).mtp_head
+    assert plain is not None
+    assert kept is not None
+    assert isinstance(kept.e_proj, QuantizedLinear)
+    width = plain.config.hidden_size
+    streams_TMD, embedded_TD = torch.randn(3, 4, width).double(), torch.randn(3, width).double()
+    assert_near(kept.fuse(streams_TMD, embedded_TD), plain.fuse(streams_TMD, embedded_TD), "fused")
 
 
 def test_invariant_numerics_refuse(tmp_path: Path) -> None:

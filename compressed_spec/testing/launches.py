@@ -19,7 +19,7 @@ _FREE = {
 
 class _TorchKernels(TorchDispatchMode):
     def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from compressed_spec.cache import Cache
 from compressed_spec.kernels.moe import swiglu
 from compressed_spec.models.deepseek_v4.attention import Attention, Compressor, Indexer, compression_of
-from compressed_spec.models.deepseek_v4.block import MoE
+from compressed_spec.models.deepseek_v4.block import Block, MoE
 from compressed_spec.models.deepseek_v4.device_plan import DevicePlan
 from compressed_spec.models.deepseek_v4.layer_ops import BlockInput, LayerOps
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
@@ -58,7 +58,7 @@ class DeviceForward:
             undo_compress=turned.inverse.sin_NP,
             entries={name: rotation(compress, comp.entry_position_C) for name, comp in plan.compressions.items()},
         )
-        streams_TMD = model.embed(plan.tokens_T).unsqueeze(1).repeat(1, model.config.hc_mult, 1)
+        streams_TMD: torch.Tensor = model.embed(plan.tokens_T).unsqueeze(1).repeat(1, model.config.hc_mult, 1)
         for layer in range(len(model.layers)):
             streams_TMD = self.layer(layer, streams_TMD, here)
         self._head_rows(streams_TMD, here)
@@ -71,6 +71,7 @@ class DeviceForward:
     def layer(self, layer: int, streams_TMD: torch.Tensor, here: _Round) -> torch.Tensor:
         """One block."""
         block, ops = self.model.layers[layer], self.ops
+        assert isinstance(block, Block)
         mixed = self._mix(block, "attn", streams_TMD)
         x_TD = ops.rms_norm(mixed.x_TD, block.attn_norm.weight, self.eps)
         streams_TMD = ops.expand(self._attention(layer, block.attn, x_TD, here), streams_TMD, mixed.weights)
@@ -141,15 +142,15 @@ class DeviceForward:
         entries_RE = self.cache.pools[module.entry_pool][layer]
         if len(comp.closing_slot_C):
             slot_C = comp.closing_slot_C
-            self.ops.close_windows(
+            self.ops.pool_entries(
                 self.cache.pools[module.buffer_pool][layer],
                 comp.pool_rows_CS,
-                entries_RE,
-                torch.where(slot_C < 0, -1, self.cache.num_persistent(module.entry_pool) + slot_C),
                 module.norm.weight,
                 self.eps,
                 turn.cos_NP,
                 turn.sin_NP,
+                entries_RE,
+                torch.where(slot_C < 0, -1, self.cache.num_persistent(module.entry_pool) + slot_C),
                 overlap=module.overlap,
             )
         return entries_RE
@@ -208,4 +209,5 @@ def _plain_experts(ffn: MoE, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torc
         gate, up = torch.einsum("td,tod->to", x_TD, ffn.experts.w13[expert_T]).to(wide).chunk(2, dim=-1)
         hidden = swiglu(gate, up, ffn.limit, ffn.numerics) * routing.weights_TK[:, k : k + 1]
         output_TD = output_TD + torch.einsum("tf,tdf->td", hidden.to(x_TD.dtype), ffn.experts.w2[expert_T]).to(wide)
-    return (output_TD + ffn.shared_experts(x_TD).to(wide)).to(x_TD.dtype)
+    shared_TD: torch.Tensor = ffn.shared_experts(x_TD)
+    return (output_TD + shared_TD.to(wide)).to(x_TD.dtype)

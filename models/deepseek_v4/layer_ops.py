@@ -31,7 +31,7 @@ class BlockInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOps:
     """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`, or written to rows `out_NX`. mix_and_collapse:
-    `mix_weights` and `collapse`. close_windows, index_scores: as below.
+    `mix_weights` and `collapse`. pool_entries, index_scores: as below.
 
     The others are as in the kernels' files of their names, without `numerics`.
     """
@@ -40,7 +40,7 @@ class LayerOps:
     norm_rope: Callable[..., torch.Tensor]
     apply_rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     attention: Callable[..., torch.Tensor]
-    close_windows: Callable[..., None]
+    pool_entries: Callable[..., None]
     index_scores: Callable[..., torch.Tensor]
     select_entries: Callable[[torch.Tensor, int], torch.Tensor]
     mix_and_collapse: Callable[..., BlockInput]
@@ -55,7 +55,7 @@ def torch_ops() -> LayerOps:
         norm_rope=_norm_rope,
         apply_rope=apply_rope,
         attention=sparse_attention,
-        close_windows=close_windows,
+        pool_entries=pool_entries,
         index_scores=index_scores,
         select_entries=select_entries,
         mix_and_collapse=_mix_and_collapse,
@@ -65,7 +65,7 @@ def torch_ops() -> LayerOps:
 
 def triton_ops() -> LayerOps:
     """Triton's kernels, and plain torch for the rest."""
-    from compressed_spec.kernels import attention_triton, hyper_connection_triton, norm_rope_triton
+    from compressed_spec.kernels import attention_triton, compress_triton, hyper_connection_triton, norm_rope_triton
 
     def mix_and_collapse(*args: Any, **kwargs: Any) -> BlockInput:
         collapsed = hyper_connection_triton.mix_and_collapse(*args, **kwargs)
@@ -76,7 +76,7 @@ def triton_ops() -> LayerOps:
         norm_rope=norm_rope_triton.norm_rope,
         apply_rope=norm_rope_triton.apply_rope,
         attention=attention_triton.sparse_attention,
-        close_windows=close_windows,
+        pool_entries=compress_triton.pool_entries,
         index_scores=index_scores,
         select_entries=select_entries,
         mix_and_collapse=mix_and_collapse,
@@ -102,25 +102,25 @@ def _mix_and_collapse(streams_TMD: torch.Tensor, *args: Any, **kwargs: Any) -> B
     return BlockInput(x_TD=collapse(streams_TMD, weights.pre_TM), weights=weights)
 
 
-def close_windows(
+def pool_entries(
     buffer_RD: torch.Tensor,
     rows_CS: torch.Tensor,
-    entries_RE: torch.Tensor,
-    target_C: torch.Tensor,
     weight_E: torch.Tensor,
     eps: float,
     cos_CP: torch.Tensor,
     sin_CP: torch.Tensor,
+    out_RE: torch.Tensor,
+    out_rows_C: torch.Tensor,
     *,
     overlap: bool,
 ) -> None:
-    """Pool windows, norm and rotate the entries, and write them to rows `target_C` of the pool; -1 writes nothing.
+    """Pool windows, norm and rotate the entries, and write them to rows `out_rows_C`; -1 writes nothing.
 
     The pool's last row is written to in place of nothing: it must be nobody's.
     """
-    pooled_CE = pool_windows(buffer_RD, rows_CS, overlap=overlap).to(entries_RE.dtype)
+    pooled_CE = pool_windows(buffer_RD, rows_CS, overlap=overlap).to(out_RE.dtype)
     entries = apply_rope(rms_norm(pooled_CE, weight_E, eps).unsqueeze(1), cos_CP, sin_CP).squeeze(1)
-    entries_RE.index_copy_(0, torch.where(target_C < 0, len(entries_RE) - 1, target_C), entries)
+    out_RE.index_copy_(0, torch.where(out_rows_C < 0, len(out_RE) - 1, out_rows_C), entries)
 
 
 def index_scores(

@@ -1,5 +1,7 @@
 """Coupled tokens and tree walks on the device: bit for bit the host's."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import random
 
 import pytest

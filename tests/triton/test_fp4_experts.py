@@ -114,7 +114,7 @@ def test_tiles(experts: tuple[int, list[int]], rows: int) -> None:
     experts_N = torch.tensor(chosen)
     tiles = expert_tiles_triton.expert_tiles(experts_N, num_experts, rows)
     assert tiles.order_N.tolist() == sorted(range(len(chosen)), key=lambda pair: (chosen[pair], pair))
-    covered = []
+    covered: list[int] = []
     for expert, first, end in zip(tiles.expert_M.tolist(), tiles.first_M.tolist(), tiles.end_M.tolist(), strict=True):
         if expert >= 0:
             assert first < end <= first + rows

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -82,7 +83,7 @@ def _fp8(scale: Scale, batch: int, size: int, device: torch.device) -> Iterator[
             kernel=f"fp8_linear/{name}",
             nodes=nodes,
             num_bytes=_bytes(codes, stored, x_TD) + out_bytes,
-            call=lambda x=x_TD, w=weight: fp8_linear_triton.fp8_linear(x, w),
+            call=partial(fp8_linear_triton.fp8_linear, x_TD, weight),
         )
 
 

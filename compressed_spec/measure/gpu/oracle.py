@@ -19,7 +19,7 @@ from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundIn
 from compressed_spec.models.deepseek_v4.layer_ops import triton_ops
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import Layout, upstream_name
-from compressed_spec.models.deepseek_v4.quantized import QuantizedLinear, quantized_kernels
+from compressed_spec.models.deepseek_v4.quantized import QuantizedExperts, QuantizedLinear, quantized_kernels
 
 NUM_TOKENS = 24
 
@@ -96,7 +96,9 @@ def _decoded(model: DeepseekV4, name: str) -> torch.Tensor:
     """A parameter of the plain model, by its name."""
     owner, _, leaf = name.rpartition(".")
     if leaf in ("w13", "w2"):
-        packed = model.get_submodule(owner.removesuffix(".experts")).experts.packed
+        experts = model.get_submodule(owner)
+        assert isinstance(experts, QuantizedExperts)
+        packed = experts.packed
         codes, scales = (packed.w13, packed.w13_scale) if leaf == "w13" else (packed.w2, packed.w2_scale)
         dtype = model.precision.dtype
         return torch.stack([dequantize_fp4(c, s).to(dtype) for c, s in zip(codes, scales, strict=True)])
@@ -120,7 +122,7 @@ def _their_step(oracle: Any, tokens_S: torch.Tensor) -> float:
     """One token more, without a graph: their cache grows, which a graph cannot record."""
     device = tokens_S.device
     cache = oracle(tokens_S[None], use_cache=True).past_key_values
-    times = []
+    times: list[float] = []
     for _ in range(8 if device.type == "cuda" else 2):
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

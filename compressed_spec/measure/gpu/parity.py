@@ -5,6 +5,7 @@ T = nodes, D = width, H = heads, R = pool rows, W = window, K = entries listed
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -182,7 +183,7 @@ def _fp8_rows(scale: Scale, device: torch.device) -> Iterator[Parity]:
 def _streams(scale: Scale, device: torch.device) -> Iterator[Parity]:
     width, streams = scale.raw["hidden_size"], scale.raw["hc_mult"]
     mixes, fast = (2 + streams) * streams, numerics_named("fast")
-    settings = {"iterations": scale.raw["hc_sinkhorn_iters"], "eps": 1e-6, "norm_eps": 1e-6}
+    settings: dict[str, Any] = {"iterations": scale.raw["hc_sinkhorn_iters"], "eps": 1e-6, "norm_eps": 1e-6}
     inputs = {
         "x": torch.randn(7, streams, width, device=device).to(scale.dtype),
         "output": torch.randn(7, width, device=device).to(scale.dtype),
@@ -191,12 +192,12 @@ def _streams(scale: Scale, device: torch.device) -> Iterator[Parity]:
         "base": torch.randn(mixes, device=device),
     }
 
-    def ours(x: torch.Tensor, output: torch.Tensor, **site: torch.Tensor) -> torch.Tensor:
+    def ours(x: torch.Tensor, output: torch.Tensor, **site: Any) -> torch.Tensor:
         mixed = hyper_connection_triton.mix_and_collapse(x, **site, **settings)
         expanded = hyper_connection_triton.expand(output, x, mixed.weights)
         return torch.cat((mixed.input_TD.unsqueeze(1), expanded), dim=1)
 
-    def plain(x: torch.Tensor, output: torch.Tensor, **site: torch.Tensor) -> torch.Tensor:
+    def plain(x: torch.Tensor, output: torch.Tensor, **site: Any) -> torch.Tensor:
         weights = hyper_connection.mix_weights(x, **site, **settings, numerics=fast)
         expanded = hyper_connection.expand(output, x, weights, fast)
         return torch.cat((hyper_connection.collapse(x, weights.pre_TM).unsqueeze(1), expanded), dim=1)

@@ -13,7 +13,6 @@ from compressed_spec.cache import Cache
 from compressed_spec.measure.gpu.random_flash import filled_cache
 from compressed_spec.measure.gpu.scale import Scale
 from compressed_spec.measure.gpu.timing import seconds
-from compressed_spec.models.deepseek_v4.block import MoE
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
 from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees
 from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
@@ -81,8 +80,8 @@ def _step(
     carried.lengths_B.fill_(scale.context)
 
     x_TD = torch.randn(num_nodes, model.config.hidden_size, device=device).to(scale.dtype)
-    layers = [block.ffn for block in model.layers]
-    assert all(isinstance(ffn, MoE | QuantizedMoE) for ffn in layers)
+    layers = [module for module in model.layers.modules() if isinstance(module, QuantizedMoE)]
+    assert len(layers) == len(model.layers), "every layer has packed experts"
     experts = seconds(lambda: [ffn(x_TD, inputs.tokens_T) for ffn in layers], device)
     path_BA = trees.first_B1[:-1].unsqueeze(1).expand(-1, trees.longest).contiguous()
     bookkeeping = seconds(lambda: carried.commit(carried.plan(trees, inputs, most_length), trees, path_BA), device)
