@@ -9,7 +9,7 @@ from compressed_spec.kernels import fp4_experts_triton, fp8_linear_triton
 from compressed_spec.measure.gpu.random_flash import filled_cache, random_flash
 from compressed_spec.measure.gpu.scale import dry_scale
 from compressed_spec.models.deepseek_v4.device_forward import KERNELS_A_LAYER, DeviceForward
-from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees
+from compressed_spec.models.deepseek_v4.device_plan import KERNELS_A_PLAN, DeviceTrees
 from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
 from compressed_spec.models.deepseek_v4.layer_ops import triton_ops
 from compressed_spec.models.deepseek_v4.quantized import QuantizedKernels
@@ -57,7 +57,7 @@ def test_kernels_a_layer(carried: DeviceRound, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_number_does_not_depend_on_the_tree(carried: DeviceRound) -> None:
     totals = []
-    for form in ([-1], [-1, 0, 0, 1]):
+    for form in ([-1, 0], [-1, 0, 0, 1]):
         carried.lengths_B.fill_(CONTEXT)
         trees = DeviceTrees.of([form], carried.spec, carried.device)
         with count_launches() as counts:
@@ -68,10 +68,11 @@ def test_the_number_does_not_depend_on_the_tree(carried: DeviceRound) -> None:
 
 def test_plan_and_commit(carried: DeviceRound) -> None:
     carried.lengths_B.fill_(CONTEXT)
-    trees = DeviceTrees.of([[-1, 0, 0]], carried.spec, carried.device)
+    trees, given = DeviceTrees.of([[-1, 0, 0]], carried.spec, carried.device), inputs(3)
+    path_BA = torch.tensor([[0, 1]])
     with count_launches() as counts:
-        plan = carried.plan(trees, inputs(3), CONTEXT)
-    assert sum(counts.values()) == 8, dict(counts)
+        plan = carried.plan(trees, given, CONTEXT)
+    assert sum(counts.values()) == KERNELS_A_PLAN, dict(counts)
     with count_launches() as counts:
-        carried.commit(plan, trees, plan.sequence_T[:2].unsqueeze(0))
+        carried.commit(plan, trees, path_BA)
     assert counts == {"commit_moves_kernel": 1, "commit_rows_kernel": 1}

@@ -18,7 +18,7 @@ from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.modules import HyperConnected
 from compressed_spec.models.deepseek_v4.quantized import QuantizedMoE
 from compressed_spec.models.deepseek_v4.rope import Rotation, rotation
-from compressed_spec.rows import CompressionPlan, selected_rows
+from compressed_spec.rows import CompressionPlan
 
 # Kernels that a layer launches, with Triton's operations, quantised weights, score routing and scored entries; counted
 # by tests/test_launches.py, where a product counts as one (few nodes may split the sum of an FP8 product in two).
@@ -117,7 +117,8 @@ class DeviceForward:
                     attn.indexer.compressor, attn.compressed_layer, x_wide, comp, here.entries[kind.name]
                 )
                 if rows_TK is None:
-                    rows_TK = self._choose(attn.indexer, x_TD, qr_TD, turn, comp, keys_RI)
+                    spans_B4 = here.plan.spans[kind.name]
+                    rows_TK = self._choose(attn.indexer, x_TD, qr_TD, turn, comp, spans_B4, keys_RI)
         window_RD = self.cache.pools["window_kv"][attn.layer]
         o_THD = ops.attention(q_THD, window_RD, here.plan.window_rows_TW, entries_RE, rows_TK, attn.attn_sink)
         o_THD = ops.apply_rope(o_THD, turn.cos_NP, here.undo_main if kind is None else here.undo_compress)
@@ -162,22 +163,17 @@ class DeviceForward:
         qr_TD: torch.Tensor,
         turn: Rotation,
         comp: CompressionPlan,
+        spans_B4: torch.Tensor,
         keys_RI: torch.Tensor,
     ) -> torch.Tensor:
+        """Rows of the entries that the nodes attend to."""
         wide = self.model.precision.wide
         q_THI = indexer.wq_b(qr_TD).unflatten(-1, (indexer.num_heads, indexer.head_dim))
         q_THI = self.ops.apply_rope(q_THI, turn.cos_NP, turn.sin_NP)
         scale = indexer.head_dim**-0.5 * indexer.num_heads**-0.5
-        scores_TN = self.ops.index_scores(
-            q_THI.to(wide),
-            indexer.weights_proj(x_TD).to(wide) * scale,
-            keys_RI,
-            comp.base_T,
-            comp.count_T,
-            comp.extra_rows_TX,
-            comp.num_visible,
+        return self.ops.choose_rows(
+            q_THI.to(wide), indexer.weights_proj(x_TD).to(wide) * scale, keys_RI, spans_B4, comp, indexer.topk
         )
-        return selected_rows(comp, self.ops.select_entries(scores_TN, indexer.topk))
 
     def _experts(self, ffn: MoE | QuantizedMoE, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         if isinstance(ffn, QuantizedMoE):

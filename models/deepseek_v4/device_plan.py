@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from compressed_spec.kernels.row_plan_triton import NodeTable
 
 
+# Kernels that a plan launches for a model with CSA, whose entries are chosen, and HCA: see tests/test_launches.py.
+KERNELS_A_PLAN = 11
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTrees:
     """The form of one tree a sequence, flat; a node's slot is its index. All tensors int64.
@@ -66,7 +70,8 @@ def most_closing(depths: Sequence[int], ratio: int) -> int:
 class DevicePlan:
     """What `RowPlan` says, in tensors of fixed shape: lists end in -1.
 
-    Of its compressions, `spans` is empty (base_T and count_T say the same), and `num_visible` is an upper bound.
+    Of its compressions, `spans` is empty, and `num_visible` is an upper bound. spans: by compression, the same numbers
+    as int64 `[B, 4]`, where entries are chosen.
     """
 
     tokens_T: torch.Tensor
@@ -75,6 +80,7 @@ class DevicePlan:
     window_rows_TW: torch.Tensor
     parent_stream_T: torch.Tensor
     compressions: Mapping[str, CompressionPlan]
+    spans: Mapping[str, torch.Tensor]
 
 
 def make_device_plan(
@@ -91,14 +97,21 @@ def make_device_plan(
     """
     from compressed_spec.kernels.row_plan_triton import node_table, window_rows
 
+    first_B, end_B = trees.first_B1[:-1], trees.first_B1[1:]
     nodes = node_table(trees.parents_T, sequence_T, lengths_B, trees.slot_T, trees.longest)
+    compressions = {comp.name: _compression(comp, shape, trees, nodes, most_length) for comp in spec.compressions}
     return DevicePlan(
         tokens_T=tokens_T,
         position_T=nodes.position_T,
         sequence_T=sequence_T,
         window_rows_TW=window_rows(nodes, spec.sliding_window, shape.batch_size),
         parent_stream_T=nodes.parent_stream_T,
-        compressions={comp.name: _compression(comp, shape, trees, nodes, most_length) for comp in spec.compressions},
+        compressions=compressions,
+        spans={
+            name: torch.stack((first_B, end_B, comp.base_T[first_B], comp.count_T[first_B]), dim=1)
+            for name, comp in compressions.items()
+            if comp.listed_TK is None
+        },
     )
 
 

@@ -18,6 +18,7 @@ from compressed_spec.kernels.indexer import select_entries
 from compressed_spec.kernels.norm import rms_norm
 from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.kernels.rope import apply_rope
+from compressed_spec.rows import CompressionPlan, selected_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class BlockInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOps:
     """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`, or written to rows `out_NX`. mix_and_collapse:
-    `mix_weights` and `collapse`. pool_entries, index_scores: as below.
+    `mix_weights` and `collapse`. pool_entries, choose_rows: as below.
 
     The others are as in the kernels' files of their names, without `numerics`.
     """
@@ -41,8 +42,7 @@ class LayerOps:
     apply_rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     attention: Callable[..., torch.Tensor]
     pool_entries: Callable[..., None]
-    index_scores: Callable[..., torch.Tensor]
-    select_entries: Callable[[torch.Tensor, int], torch.Tensor]
+    choose_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, CompressionPlan, int], torch.Tensor]
     mix_and_collapse: Callable[..., BlockInput]
     expand: Callable[[torch.Tensor, torch.Tensor, MixWeights], torch.Tensor]
 
@@ -56,8 +56,7 @@ def torch_ops() -> LayerOps:
         apply_rope=apply_rope,
         attention=sparse_attention,
         pool_entries=pool_entries,
-        index_scores=index_scores,
-        select_entries=select_entries,
+        choose_rows=choose_rows,
         mix_and_collapse=_mix_and_collapse,
         expand=lambda output_TD, streams_TMD, weights: expand(output_TD, streams_TMD, weights, fast),
     )
@@ -65,11 +64,30 @@ def torch_ops() -> LayerOps:
 
 def triton_ops() -> LayerOps:
     """Triton's kernels, and plain torch for the rest."""
-    from compressed_spec.kernels import attention_triton, compress_triton, hyper_connection_triton, norm_rope_triton
+    from compressed_spec.kernels import (
+        attention_triton,
+        compress_triton,
+        hyper_connection_triton,
+        indexer_triton,
+        norm_rope_triton,
+    )
 
     def mix_and_collapse(*args: Any, **kwargs: Any) -> BlockInput:
         collapsed = hyper_connection_triton.mix_and_collapse(*args, **kwargs)
         return BlockInput(x_TD=collapsed.input_TD, weights=collapsed.weights)
+
+    def triton_choose_rows(
+        q_THI: torch.Tensor,
+        weights_TH: torch.Tensor,
+        keys_RI: torch.Tensor,
+        spans_B4: torch.Tensor,
+        comp: CompressionPlan,
+        k: int,
+    ) -> torch.Tensor:
+        scores_TN = indexer_triton.index_scores(
+            q_THI, weights_TH, keys_RI, spans_B4, comp.extra_rows_TX, comp.num_visible
+        )
+        return indexer_triton.select_rows(scores_TN, k, comp.base_T, comp.count_T, comp.extra_rows_TX)
 
     return LayerOps(
         rms_norm=norm_rope_triton.rms_norm,
@@ -77,8 +95,7 @@ def triton_ops() -> LayerOps:
         apply_rope=norm_rope_triton.apply_rope,
         attention=attention_triton.sparse_attention,
         pool_entries=compress_triton.pool_entries,
-        index_scores=index_scores,
-        select_entries=select_entries,
+        choose_rows=triton_choose_rows,
         mix_and_collapse=mix_and_collapse,
         expand=hyper_connection_triton.expand,
     )
@@ -123,21 +140,22 @@ def pool_entries(
     out_RE.index_copy_(0, torch.where(out_rows_C < 0, len(out_RE) - 1, out_rows_C), entries)
 
 
-def index_scores(
+def choose_rows(
     q_THI: torch.Tensor,
     weights_TH: torch.Tensor,
     keys_RI: torch.Tensor,
-    base_T: torch.Tensor,
-    count_T: torch.Tensor,
-    extra_rows_TX: torch.Tensor,
-    num_entries: int,
+    spans_B4: torch.Tensor,
+    comp: CompressionPlan,
+    k: int,
 ) -> torch.Tensor:
-    """`kernels.indexer.index_scores` where only the device knows the spans: `count_T` entries from row `base_T` on."""
-    entry_N = torch.arange(num_entries, device=q_THI.device)
-    own_TN = entry_N - count_T.unsqueeze(1)
-    extra_TN = extra_rows_TX.gather(1, own_TN.clamp(0, extra_rows_TX.shape[1] - 1))
-    extra_TN = torch.where(own_TN < extra_rows_TX.shape[1], extra_TN, -1)
-    rows_TN = torch.where(own_TN < 0, base_T.unsqueeze(1) + entry_N, extra_TN)
+    """Rows of the k best entries of each node, by their order, -1 after the last; int64 `[T, K]`.
+
+    spans_B4: (first node, end node, base row, count) of each sequence, which the nodes' own base and count repeat.
+    """
+    entry_N = torch.arange(comp.num_visible, device=q_THI.device)
+    rows_TN = selected_rows(comp, entry_N.expand(len(q_THI), -1))
+    seen_TN = entry_N - comp.count_T.unsqueeze(1) < comp.extra_rows_TX.shape[1]
+    rows_TN = torch.where(seen_TN, rows_TN, -1)
     keys_TNI = gather_rows(keys_RI, rows_TN).to(q_THI.dtype)
     scores_TN = torch.einsum("thn,th->tn", torch.relu(torch.einsum("thi,tni->thn", q_THI, keys_TNI)), weights_TH)
-    return scores_TN.masked_fill(rows_TN < 0, float("-inf"))
+    return selected_rows(comp, select_entries(scores_TN.masked_fill(rows_TN < 0, float("-inf")), k))
