@@ -26,11 +26,17 @@ class PackedExperts:
     w2_scale: torch.Tensor
 
 
-def fp4_experts(x_TD: torch.Tensor, routing: Routing, experts: PackedExperts, limit: float) -> torch.Tensor:
+def fp4_experts(
+    x_TD: torch.Tensor,
+    routing: Routing,
+    experts: PackedExperts,
+    limit: float,
+    plus_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What `routed_experts` gives for the decoded weights: `[T, D]`, in float32 or wider.
 
     Activations are not quantised. The routing weight goes in before w2, and a node's experts are added in the order of
-    its own list.
+    its own list. With `plus_TD` (the shared expert's output), that is added last, and the sum rounded to x's dtype.
     """
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     num_nodes, num_chosen = routing.experts_TK.shape
@@ -46,4 +52,4 @@ def fp4_experts(x_TD: torch.Tensor, routing: Routing, experts: PackedExperts, li
     output_TD: torch.Tensor = by_choice_TKD[:, 0]
     for k in range(1, num_chosen):
         output_TD = output_TD + by_choice_TKD[:, k]
-    return output_TD
+    return output_TD if plus_TD is None else (output_TD + plus_TD.to(wide)).to(x_TD.dtype)

@@ -170,8 +170,14 @@ def fp4_experts_config(num_pairs: int, num_experts: int) -> dict[str, int]:
     return {"ROWS": rows, "OUT": 128 if rows == 16 else 64, "CHANNELS": 128, "num_warps": 4, "num_stages": 3}
 
 
-def fp4_experts(x_TD: torch.Tensor, routing: Routing, experts: PackedExperts, limit: float) -> torch.Tensor:
-    """See `kernels.fp4_experts`; x is float32, float16 or bfloat16, and the result float32."""
+def fp4_experts(
+    x_TD: torch.Tensor,
+    routing: Routing,
+    experts: PackedExperts,
+    limit: float,
+    plus_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `kernels.fp4_experts`; x is float32, float16 or bfloat16, and the result float32 where nothing is added."""
     num_nodes, width = x_TD.shape
     num_chosen = routing.experts_TK.shape[1]
     num_experts, inner = experts.w13.shape[0], experts.w13.shape[1] // 2
@@ -211,4 +217,5 @@ def fp4_experts(x_TD: torch.Tensor, routing: Routing, experts: PackedExperts, li
         F=inner,
         **config,
     )
-    return sum_parts(choice_ND.view(num_nodes, num_chosen, width), torch.float32)
+    dtype = torch.float32 if plus_TD is None else x_TD.dtype
+    return sum_parts(choice_ND.view(num_nodes, num_chosen, width), dtype, plus_TD)

@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import triton
+
 from compressed_spec.kernels.expert_tiles_triton import expert_tiles_config, expert_tiles_kernel
 from compressed_spec.kernels.fp4_experts_triton import down_kernel, fp4_experts_config, gate_up_kernel
 from compressed_spec.kernels.fp8_linear_triton import fp8_linear_config, fp8_linear_kernel
+from compressed_spec.kernels.route_triton import SWIGLU_BLOCK, route_kernel, swiglu_kernel
 from compressed_spec.kernels.sum_parts_triton import SUM_BLOCK, sum_parts_kernel
 from compressed_spec.kernels.triton_compile import Case
 
@@ -42,7 +45,13 @@ NUM_CHOSEN = 6
 
 def weight_cases() -> tuple[Case, ...]:
     """FP8 products, and FP4 experts with the sorting before and the sum after them."""
-    return tuple(case for model in MODELS for case in (*_fp8(model), *_experts(model)))
+    activation = Case(
+        name="swiglu",
+        kernel=swiglu_kernel,
+        signature={"p_gate": "*bf16", "p_up": "*bf16", "p_out": "*bf16", "limit": "fp32", "num_elements": "i32"},
+        constexprs={"BLOCK": SWIGLU_BLOCK},
+    )
+    return (activation, *(case for model in MODELS for case in (*_fp8(model), *_experts(model))))
 
 
 def _fp8(model: Widths) -> Iterator[Case]:
@@ -105,9 +114,18 @@ def _experts(model: Widths) -> Iterator[Case]:
             constexprs={**dims, **config},
             tensor_cores=True,
         )
+    routing = {"p_logits": "*fp32", "p_experts": "*i64", "p_weights": "*fp32", "p_tokens": "*i64", "scaling": "fp32"}
+    blocks = {"E": model.experts, "K": NUM_CHOSEN, "BLOCK_E": triton.next_power_of_2(model.experts), "BLOCK_K": 8}
+    for name, given, absent in (("score", {"p_bias": "*fp32"}, "p_table"), ("table", {"p_table": "*i64"}, "p_bias")):
+        yield Case(
+            name=f"route/{model.name}/{name}",
+            kernel=route_kernel,
+            signature=routing | given,
+            constexprs=blocks | {absent: None},
+        )
     yield Case(
         name=f"sum_parts/{model.name}",
         kernel=sum_parts_kernel,
-        signature={"p_parts": "*fp32", "p_output": "*bf16"},
+        signature={"p_parts": "*fp32", "p_plus": "*bf16", "p_output": "*bf16"},
         constexprs={"num_parts": NUM_CHOSEN, "D": model.hidden, "BLOCK": SUM_BLOCK},
     )

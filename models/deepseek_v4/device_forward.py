@@ -20,14 +20,18 @@ from compressed_spec.models.deepseek_v4.quantized import QuantizedMoE
 from compressed_spec.models.deepseek_v4.rope import Rotation, rotation
 from compressed_spec.rows import CompressionPlan
 
-# Kernels that a layer launches, with Triton's operations, quantised weights, score routing and scored entries; counted
-# by tests/test_launches.py, where a product counts as one (few nodes may split the sum of an FP8 product in two).
-KERNELS_A_LAYER = {"sliding": 39, "hca": 76, "csa": 163}
+# Kernels that a layer launches, with Triton operations, quantised weights, bfloat16 and scored entries; counted by
+# tests/test_launches.py. Where few nodes leave the chip idle, lists and the sums of FP8 products are cut into parts, and
+# each such kernel is followed by another.
+KERNELS_A_LAYER = {"sliding": 30, "hca": 37, "csa": 51}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """A plan with its rotations: of nodes, plain and with compression, the sines that undo them, and of entries."""
+    """A plan with its rotations: of nodes, plain and with compression, the sines that undo them, and of entries.
+
+    entry_rows: rows of a compression's pools that the entries go to, -1 for none.
+    """
 
     plan: DevicePlan
     main: Rotation
@@ -35,6 +39,7 @@ class _Round:
     undo_main: torch.Tensor
     undo_compress: torch.Tensor
     entries: dict[str, Rotation]
+    entry_rows: dict[str, torch.Tensor]
 
 
 class DeviceForward:
@@ -57,12 +62,17 @@ class DeviceForward:
             undo_main=main.inverse.sin_NP,
             undo_compress=turned.inverse.sin_NP,
             entries={name: rotation(compress, comp.entry_position_C) for name, comp in plan.compressions.items()},
+            entry_rows={name: self._entry_rows(name, comp) for name, comp in plan.compressions.items()},
         )
         streams_TMD: torch.Tensor = model.embed(plan.tokens_T).unsqueeze(1).repeat(1, model.config.hc_mult, 1)
         for layer in range(len(model.layers)):
             streams_TMD = self.layer(layer, streams_TMD, here)
         self._head_rows(streams_TMD, here)
         return streams_TMD
+
+    def _entry_rows(self, name: str, comp: CompressionPlan) -> torch.Tensor:
+        persistent = self.cache.num_persistent(f"compressed_kv.{name}")  # and of index_kv, if there is one
+        return torch.where(comp.closing_slot_C < 0, -1, persistent + comp.closing_slot_C)
 
     def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
         """Next-token logits `[T, V]`, float32 or wider."""
@@ -110,12 +120,10 @@ class DeviceForward:
             assert attn.compressor is not None
             comp = here.plan.compressions[kind.name]
             x_wide = x_TD.to(self.model.precision.wide)
-            entries_RE = self._compress(attn.compressor, attn.compressed_layer, x_wide, comp, here.entries[kind.name])
+            entries_RE = self._compress(attn.compressor, attn.compressed_layer, x_wide, kind.name, here)
             rows_TK = comp.listed_TK
             if attn.indexer is not None:
-                keys_RI = self._compress(
-                    attn.indexer.compressor, attn.compressed_layer, x_wide, comp, here.entries[kind.name]
-                )
+                keys_RI = self._compress(attn.indexer.compressor, attn.compressed_layer, x_wide, kind.name, here)
                 if rows_TK is None:
                     spans_B4 = here.plan.spans[kind.name]
                     rows_TK = self._choose(attn.indexer, x_TD, qr_TD, turn, comp, spans_B4, keys_RI)
@@ -133,16 +141,16 @@ class DeviceForward:
         self.ops.norm_rope(kv_T1D, attn.kv_norm.weight, self.eps, turn.cos_NP, turn.sin_NP, out_NX=rows_TD)
 
     def _compress(
-        self, module: Compressor, layer: int, x_wide: torch.Tensor, comp: CompressionPlan, turn: Rotation
+        self, module: Compressor, layer: int, x_wide: torch.Tensor, compression: str, here: _Round
     ) -> torch.Tensor:
         """Raw rows and new entries of the nodes; all entry rows of the layer `[R, E]`."""
+        comp, turn = here.plan.compressions[compression], here.entries[compression]
         width = module.wkv.out_features
         raw = self._scratch(module.buffer_pool, layer, len(x_wide))
         raw[:, :width].copy_(F.linear(x_wide, module.wkv.weight))
         raw[:, width:].copy_(torch.addmm(module.ape[comp.phase_T], x_wide, module.wgate.weight.T))
         entries_RE = self.cache.pools[module.entry_pool][layer]
         if len(comp.closing_slot_C):
-            slot_C = comp.closing_slot_C
             self.ops.pool_entries(
                 self.cache.pools[module.buffer_pool][layer],
                 comp.pool_rows_CS,
@@ -151,7 +159,7 @@ class DeviceForward:
                 turn.cos_NP,
                 turn.sin_NP,
                 entries_RE,
-                torch.where(slot_C < 0, -1, self.cache.num_persistent(module.entry_pool) + slot_C),
+                here.entry_rows[compression],
                 overlap=module.overlap,
             )
         return entries_RE

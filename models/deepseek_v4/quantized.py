@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from compressed_spec.kernels.dequantize import FP4_GROUP
 from compressed_spec.kernels.fp4_experts import PackedExperts, fp4_experts
 from compressed_spec.kernels.fp8_linear import FP8Weight, fp8_linear
-from compressed_spec.kernels.moe import Routing
-from compressed_spec.models.deepseek_v4.block import MoE
+from compressed_spec.kernels.moe import Routing, swiglu
+from compressed_spec.kernels.numerics import numerics_named
+from compressed_spec.models.deepseek_v4.block import Gate, MoE
 from compressed_spec.models.deepseek_v4.modules import Linear
 from compressed_spec.models.deepseek_v4.weight_plan import Piece, StorageFormat
 
@@ -25,19 +27,49 @@ _E8M0_MOST = 128  # the largest scale byte that a bfloat16 product takes: a scal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedKernels:
-    """Products over stored weights: see `kernels.fp8_linear` and `kernels.fp4_experts`."""
+    """Products over stored weights (see `kernels.fp8_linear` and `kernels.fp4_experts`), and what lies between them:
+    the router, and the activation of the shared expert.
+    """
 
     linear: Callable[[torch.Tensor, FP8Weight], torch.Tensor]
-    experts: Callable[[torch.Tensor, Routing, PackedExperts, float], torch.Tensor]
+    experts: Callable[[torch.Tensor, Routing, PackedExperts, float, torch.Tensor], torch.Tensor]
+    route: Callable[[Gate, torch.Tensor, torch.Tensor], Routing]
+    swiglu: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def quantized_kernels(device: torch.device) -> QuantizedKernels:
     """Triton's on a GPU, plain torch elsewhere."""
-    if device.type != "cuda":
-        return QuantizedKernels(linear=fp8_linear, experts=fp4_experts)
-    from compressed_spec.kernels import fp4_experts_triton, fp8_linear_triton
+    if device.type == "cuda":
+        return triton_kernels()
+    fast = numerics_named("fast")
+    return QuantizedKernels(
+        linear=fp8_linear,
+        experts=fp4_experts,
+        route=lambda gate, x_TD, tokens_T: gate(x_TD, tokens_T),
+        swiglu=lambda gate, up, limit: swiglu(gate, up, limit, fast),
+    )
 
-    return QuantizedKernels(linear=fp8_linear_triton.fp8_linear, experts=fp4_experts_triton.fp4_experts)
+
+def triton_kernels() -> QuantizedKernels:
+    """Triton's, for a GPU or its interpreter."""
+    from compressed_spec.kernels import fp4_experts_triton, fp8_linear_triton, route_triton
+
+    def route(gate: Gate, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> Routing:
+        return route_triton.route(
+            F.linear(x_TD.to(gate.weight.dtype), gate.weight),
+            None if gate.hash_routed else gate.bias,
+            gate.get_buffer("tid2eid") if gate.hash_routed else None,
+            tokens_T,
+            num_chosen=gate.topk,
+            scaling=gate.scaling,
+        )
+
+    return QuantizedKernels(
+        linear=fp8_linear_triton.fp8_linear,
+        experts=fp4_experts_triton.fp4_experts,
+        route=route,
+        swiglu=route_triton.swiglu,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +127,10 @@ class QuantizedMoE(nn.Module):
         self.experts = QuantizedExperts(num, width, inner, like.experts.w2.device)
 
     def forward(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-        routed_TD = self.kernels.experts(x_TD, self.gate(x_TD, tokens_T), self.experts.packed, self.limit)
-        shared_TD: torch.Tensor = self.shared_experts(x_TD)
-        return (routed_TD + shared_TD.to(routed_TD.dtype)).to(x_TD.dtype)
+        shared = self.shared_experts
+        hidden_TF = self.kernels.swiglu(shared.w1(x_TD), shared.w3(x_TD), self.limit)
+        routing = self.kernels.route(self.gate, x_TD, tokens_T)
+        return self.kernels.experts(x_TD, routing, self.experts.packed, self.limit, shared.w2(hidden_TF))
 
 
 def quantize_modules(
