@@ -42,10 +42,11 @@ def _product(acc, word, scale, x):
     x_even, x_odd = tl.split(tl.reshape(x, [x.shape[0], GROUPS * 4, 2, 2, 2]))
     x_0, x_2 = tl.split(x_even)
     x_1, x_3 = tl.split(x_odd)
-    acc = _dot_pair(acc, word, gain, x_0, 0)
-    acc = _dot_pair(acc, word, gain, x_1, 1)
-    acc = _dot_pair(acc, word, gain, x_2, 2)
-    return _dot_pair(acc, word, gain, x_3, 3)
+    # A sum of its own: with one that is carried through the loop, Triton 3.6 cannot compile this for sm_100.
+    part = _dot_pair(tl.zeros_like(acc), word, gain, x_0, 0)
+    part = _dot_pair(part, word, gain, x_1, 1)
+    part = _dot_pair(part, word, gain, x_2, 2)
+    return acc + _dot_pair(part, word, gain, x_3, 3)
 
 
 @triton.jit

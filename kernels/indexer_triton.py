@@ -61,7 +61,8 @@ def index_scores_kernel(
 
 @triton.jit
 def _weighted(b_key, b_q, b_weight):
-    b_dot = tl.dot(b_key, tl.trans(b_q), input_precision="ieee")
+    # float32 keys: three products of TF32 halves, which is float32's precision on tensor cores.
+    b_dot = tl.dot(b_key, tl.trans(b_q), input_precision="tf32x3")
     return tl.sum(tl.maximum(b_dot, 0.0) * b_weight[None, :], axis=1)
 
 
@@ -88,20 +89,19 @@ def select_entries_kernel(
     o_bin = tl.arange(0, 256)
     threshold = tl.zeros((), dtype=tl.uint32)
     room = num_chosen
-    for digit in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * digit
+    for shift in tl.static_range(24, -8, -8):
         b_histogram = tl.zeros((256,), dtype=tl.int32)
         for i in range(0, num_entries, BLOCK_N):
             o_n = i + tl.arange(0, BLOCK_N)
             b_key = _ordered(tl.load(p_scores + o_n, mask=o_n < num_entries, other=float("-inf")))
             m_n = o_n < num_entries
-            if digit > 0:
-                m_n = m_n & ((b_key >> (SHIFT + 8)) == (threshold >> (SHIFT + 8)))
-            b_histogram += tl.histogram(((b_key >> SHIFT) & 255).to(tl.int32), 256, mask=m_n)
+            if shift < 24:
+                m_n = m_n & ((b_key >> (shift + 8)) == (threshold >> (shift + 8)))
+            b_histogram += tl.histogram(((b_key >> shift) & 255).to(tl.int32), 256, mask=m_n)
         b_at_least = tl.cumsum(b_histogram, axis=0, reverse=True)
         chosen_bin = tl.sum((b_at_least >= room).to(tl.int32), axis=0) - 1
         room -= tl.sum(tl.where(o_bin > chosen_bin, b_histogram, 0), axis=0)
-        threshold = threshold | (chosen_bin.to(tl.uint32) << SHIFT)
+        threshold = threshold | (chosen_bin.to(tl.uint32) << shift)
     ties = tl.zeros((), dtype=tl.int32)
     taken = tl.zeros((), dtype=tl.int32)
     for i in range(0, num_entries, BLOCK_N):
@@ -138,12 +138,13 @@ def _ordered(score):
 
 def index_config(num_heads: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile of `index_scores_kernel`; float32 is for comparisons."""
+    half = dtype != torch.float32
     return {
-        "BLOCK_N": 128 if dtype != torch.float32 else 32,
+        "BLOCK_N": 128 if half else 16,
         "BLOCK_H": max(16, triton.next_power_of_2(num_heads)),
         "BLOCK_I": max(16, triton.next_power_of_2(width)),
-        "num_warps": 4,
-        "num_stages": 3,
+        "num_warps": 4 if half else 8,
+        "num_stages": 3 if half else 2,
     }
 
 

@@ -8,7 +8,9 @@ import torch
 import triton
 
 from compressed_spec.kernels import attention_triton as attention
+from compressed_spec.kernels import compress_triton as compress
 from compressed_spec.kernels import hyper_connection_triton as hyper
+from compressed_spec.kernels import indexer_triton as indexer
 from compressed_spec.kernels import norm_rope_triton as norm_rope
 from compressed_spec.kernels.fp8_rows import GROUP
 from compressed_spec.kernels.triton_cases_round import round_cases
@@ -24,6 +26,8 @@ def all_cases() -> tuple[Case, ...]:
         *hyper_connection_cases(),
         *weight_cases(),
         *round_cases(),
+        *compress_cases(),
+        *indexer_cases(),
     )
 
 
@@ -167,3 +171,75 @@ def hyper_connection_cases() -> tuple[Case, ...]:
             ),
         ]
     return tuple(cases)
+
+
+def compress_cases() -> tuple[Case, ...]:
+    """Entries of CSA, HCA and the indexer, as they are written; and pooling alone."""
+    signature = {
+        "p_buffer": "*fp32",
+        "p_rows": "*i64",
+        "p_out": "*bf16",
+        "stride_buffer": "i64:16",
+        "stride_out": "i64:16",
+        "eps": "fp32",
+    }
+    finish = {"p_weight": "*fp32", "p_cos": "*fp32", "p_sin": "*fp32", "p_out_rows": "*i64"}
+    cases = []
+    for name, width, tokens, overlap in (("csa", 512, 8, True), ("hca", 512, 128, False), ("index", 128, 8, True)):
+        shape = {"K": tokens, "E": width, "OVERLAP": overlap, **compress.pool_config(width)}
+        cases.append(
+            Case(
+                name=f"compress/{name}_entries",
+                kernel=compress.pool_windows_kernel,
+                signature=signature | finish,
+                constexprs=shape | {"P": 32},
+            )
+        )
+        cases.append(
+            Case(
+                name=f"compress/{name}_pool",
+                kernel=compress.pool_windows_kernel,
+                signature=signature | {"p_out": "*fp32"},
+                constexprs=shape | {"P": 0} | dict.fromkeys(finish),
+            )
+        )
+    return tuple(cases)
+
+
+def indexer_cases() -> tuple[Case, ...]:
+    """64 heads of 128, queries in float32 as the model has them; the choice as indices and as rows."""
+    scores = [
+        Case(
+            name=f"indexer/scores_{dtype}",
+            kernel=indexer.index_scores_kernel,
+            signature={
+                "p_q": "*fp32",
+                "p_weights": "*fp32",
+                "p_keys": f"*{dtype}",
+                "p_spans": "*i64",
+                "p_extra": "*i64",
+                "p_scores": "*fp32",
+                "num_extra": "i32",
+                "num_entries": "i32",
+                "stride_keys": "i64:16",
+            },
+            constexprs={"H": 64, "I": 128, **indexer.index_config(64, 128, torch_dtype)},
+            tensor_cores=dtype != "fp32",
+        )
+        for dtype, torch_dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+    ]
+    signature = {"p_scores": "*fp32", "p_out": "*i64", "num_entries": "i32", "num_chosen": "i32:16", "num_extra": "i32"}
+    plan = {"p_base": "*i64", "p_count": "*i64", "p_extra": "*i64"}
+    select = [
+        Case(
+            name=f"indexer/select_{name}",
+            kernel=indexer.select_entries_kernel,
+            signature=types,
+            constexprs={"ROWS": name == "rows", **indexer.SELECT, **values},
+        )
+        for name, types, values in (
+            ("entries", signature, dict.fromkeys(plan)),
+            ("rows", signature | plan, {}),
+        )
+    ]
+    return (*scores, *select)
