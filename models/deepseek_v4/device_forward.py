@@ -21,7 +21,7 @@ from compressed_spec.models.deepseek_v4.rope import Rotation, rotation
 from compressed_spec.rows import CompressionPlan
 
 # Kernels that a layer launches, with Triton operations, quantised weights, bfloat16 and scored entries, as counted by
-# tests/test_launches.py. Where few nodes leave the chip idle, lists and the sums of FP8 products are cut into parts, and
+# tests/test_launches.py. Where few nodes leave the chip idle, lists and sums of FP8 products are cut into parts, and
 # each such kernel is followed by another.
 KERNELS_A_LAYER = {"sliding": 30, "hca": 37, "csa": 51}
 

@@ -12,6 +12,7 @@ from compressed_spec.kernels import (
     fp4_experts_triton,
     fp8_linear_triton,
     hyper_connection_triton,
+    indexer_triton,
     norm_rope_triton,
 )
 from compressed_spec.kernels.fp4_experts import PackedExperts
@@ -45,7 +46,7 @@ def kernel_times(scale: Scale, bandwidth: float, device: torch.device) -> Iterat
     torch.manual_seed(0)
     largest = scale.batches[-1]
     for batch, size in ((1, 8), (largest, 1), (largest, 8)):
-        for make in (_fp8, _experts, _attention, _streams, _query, _tokens):
+        for make in (_fp8, _experts, _attention, _indexer, _streams, _query, _tokens):
             for work in make(scale, batch, size, device):
                 took = seconds(work.call, device)
                 yield KernelTime(
@@ -132,6 +133,27 @@ def _attention(scale: Scale, batch: int, size: int, device: torch.device) -> Ite
         num_bytes=batch * (window + listed) * width * q_THD.element_size() + _bytes(q_THD, q_THD, rows_TW, rows_TK),
         call=lambda: attention_triton.sparse_attention(q_THD, pools[0], rows_TW, pools[1], rows_TK, sink_H),
     )
+
+
+def _indexer(scale: Scale, batch: int, size: int, device: torch.device) -> Iterator[_Work]:
+    """Scores of a context's entries and the choice among them; keys are counted once a tree."""
+    raw, nodes, entries = scale.raw, batch * size, scale.context // 4
+    heads, width = raw["index_n_heads"], raw["index_head_dim"]
+    keys_RI = torch.randn(batch * entries, width, device=device).to(scale.dtype)
+    first_B = torch.arange(batch, device=device) * size
+    base_B = torch.arange(batch, device=device) * entries
+    spans_B4 = torch.stack((first_B, first_B + size, base_B, torch.full_like(base_B, entries)), dim=1)
+    base_T, count_T = base_B.repeat_interleave(size), torch.full((nodes,), entries, device=device)
+    extra_TX = torch.full((nodes, 1), -1, device=device)
+    q_THI, weights_TH = torch.randn(nodes, heads, width, device=device), torch.rand(nodes, heads, device=device)
+
+    def call() -> torch.Tensor:
+        scores_TN = indexer_triton.index_scores(q_THI, weights_TH, keys_RI, spans_B4, extra_TX, entries)
+        return indexer_triton.select_rows(scores_TN, raw["index_topk"], base_T, count_T, extra_TX)
+
+    # Scores are written once and read once at least.
+    num_bytes = _bytes(keys_RI, q_THI, weights_TH) + 8 * nodes * entries
+    yield _Work(kernel="indexer", nodes=nodes, num_bytes=num_bytes, call=call)
 
 
 def _streams(scale: Scale, batch: int, size: int, device: torch.device) -> Iterator[_Work]:

@@ -14,6 +14,8 @@ from compressed_spec.kernels import (
     attention_triton,
     commit,
     commit_triton,
+    compress,
+    compress_triton,
     coupled_triton,
     expert_tiles,
     expert_tiles_triton,
@@ -24,9 +26,12 @@ from compressed_spec.kernels import (
     fp8_rows,
     hyper_connection,
     hyper_connection_triton,
+    indexer,
+    indexer_triton,
     norm,
     norm_rope_triton,
     rope,
+    route_triton,
 )
 from compressed_spec.kernels.moe import Routing
 from compressed_spec.kernels.numerics import numerics_named
@@ -58,8 +63,8 @@ class Parity:
 def parities(scale: Scale, device: torch.device) -> Iterator[Parity]:
     """All ops, in the run's dtype."""
     torch.manual_seed(0)
-    checks = (_fp8_linear, _fp4_experts, _attention, _norm_rope, _fp8_rows, _streams, _tiles, _commit, _tokens)
-    for check in checks:
+    products = (_fp8_linear, _fp4_experts, _attention, _norm_rope, _streams, _pooling, _index_scores)
+    for check in (*products, _routing, _selection, _fp8_rows, _tiles, _commit, _tokens):
         yield from check(scale, device)
 
 
@@ -203,6 +208,59 @@ def _streams(scale: Scale, device: torch.device) -> Iterator[Parity]:
         return torch.cat((hyper_connection.collapse(x, weights.pre_TM).unsqueeze(1), expanded), dim=1)
 
     yield _compare("hyper_connection", ours, plain, inputs)
+
+
+def _pooling(scale: Scale, device: torch.device) -> Iterator[Parity]:
+    """Raw rows are float32 whatever the activations are."""
+    width = scale.raw["head_dim"]
+    for overlap, span in ((True, 8), (False, 128)):
+        rows_CK = torch.randint(-1, 300, (5, span), device=device)
+
+        def ours(buffer: torch.Tensor, rows: torch.Tensor = rows_CK, overlap: bool = overlap) -> torch.Tensor:
+            return compress_triton.pool_windows(buffer, rows, overlap=overlap)
+
+        def plain(buffer: torch.Tensor, rows: torch.Tensor = rows_CK, overlap: bool = overlap) -> torch.Tensor:
+            return compress.pool_windows(buffer, rows, overlap=overlap)
+
+        buffer_RD = torch.randn(300, width * (4 if overlap else 2), device=device)
+        yield _compare(f"pool_windows/{span} tokens", ours, plain, {"buffer": buffer_RD})
+
+
+def _index_scores(scale: Scale, device: torch.device) -> Iterator[Parity]:
+    heads, width = scale.raw["index_n_heads"], scale.raw["index_head_dim"]
+    spans = ((0, 3, 10, 70), (3, 5, 100, 200))
+    extra_TX = torch.randint(300, 310, (5, 2), device=device)
+    inputs = {
+        "q": torch.randn(5, heads, width, device=device).to(scale.dtype),
+        "weights": torch.rand(5, heads, device=device),
+        "keys": torch.randn(310, width, device=device).to(scale.dtype),
+    }
+    seen_TN = indexer.index_scores(inputs["q"].float(), inputs["weights"], inputs["keys"], spans, extra_TX, 202) > -1e30
+
+    def ours(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return indexer_triton.index_scores(q, weights, keys, spans, extra_TX, 202)[seen_TN]
+
+    def plain(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return indexer.index_scores(q, weights.to(q.dtype), keys, spans, extra_TX, 202)[seen_TN]
+
+    yield _compare("index_scores", ours, plain, inputs)
+
+
+def _routing(scale: Scale, device: torch.device) -> Iterator[Parity]:
+    experts, chosen = scale.raw["n_routed_experts"], scale.raw["num_experts_per_tok"]
+    logits_TE, bias_E = torch.randn(40, experts, device=device), torch.randn(experts, device=device)
+    tokens_T = torch.zeros(40, dtype=torch.int64, device=device)
+    picks = route_triton.route(logits_TE, bias_E, None, tokens_T, num_chosen=chosen, scaling=1.5)
+    scores_TE = torch.nn.functional.softplus(logits_TE.double()).sqrt()
+    yield _equal("route", picks.experts_TK, (scores_TE + bias_E).topk(chosen, dim=-1).indices)
+
+
+def _selection(scale: Scale, device: torch.device) -> Iterator[Parity]:
+    """Scores with many ties."""
+    scores_TN = torch.randint(0, 50, (9, 700), device=device).float()
+    scores_TN[:, 600:] = -torch.inf
+    ours, plain = (m.select_entries(scores_TN, scale.raw["index_topk"]) for m in (indexer_triton, indexer))
+    yield _equal("select_entries", ours, plain)
 
 
 def _tiles(scale: Scale, device: torch.device) -> Iterator[Parity]:
