@@ -29,7 +29,7 @@ def inputs(rows: list[int], seed: int) -> RoundInputs:
 
 
 def test_rounds_are_the_plain_ones() -> None:
-    model = random_model((0, 4, 8))
+    model = random_model((4, 8))
     cache = prefilled(model, [random_text(n, seed=n) for n in (5, 9, 20)], max_length=64)
     plain, graphed = (DeviceRound(DeviceForward(model, deepcopy(cache), torch_ops())) for _ in range(2))
     bodies: list[Callable[[], None]] = []
@@ -41,7 +41,7 @@ def test_rounds_are_the_plain_ones() -> None:
         return body
 
     rounds = GraphedRounds(graphed, capture)
-    for seed, rows in enumerate([[2, 0, 1], [1], [0, 2, 1], [2, 1, 0]]):
+    for seed, rows in enumerate([[2, 0, 1], [0], [1, 0, 2]]):
         given = inputs(rows, seed)
         expected = plain(DeviceTrees.of([FORM] * len(rows), plain.spec, plain.device), given, 30)
         actual = rounds(FORM, given, 30)

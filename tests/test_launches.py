@@ -54,6 +54,7 @@ def test_kernels_a_layer(carried: DeviceRound, monkeypatch: pytest.MonkeyPatch) 
     assert totals == KERNELS_A_LAYER, f"{dict(csa)}, {dict(hca)}"
 
 
+@pytest.mark.slow
 def test_the_number_does_not_depend_on_the_tree(carried: DeviceRound) -> None:
     totals = []
     for form in ([-1, 0], [-1, 0, 0, 1]):

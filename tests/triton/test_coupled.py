@@ -2,7 +2,11 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.tree import TokenTree
 from compressed_spec.verifying import walk
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x9E3779B97F4A7C15]
 
 
@@ -110,3 +115,26 @@ def test_walks_are_the_hosts(sizes: list[int], seed: int) -> None:
         assert [node - firsts[i] for node in done.path_BA[i, :count].tolist()] == list(expected.path)
         assert set(done.path_BA[i, count:].tolist()) <= {-1}
         assert int(done.next_token_B[i]) == expected.next_token
+
+
+@pytest.mark.slow
+def test_noise_is_compiled_without_fused_multiply_adds() -> None:
+    """They would round once where the host rounds twice."""
+    code = """
+from triton.compiler import ASTSource
+from triton.backends.compiler import GPUTarget
+import triton
+from compressed_spec.kernels.triton_cases_round import round_cases
+case = next(case for case in round_cases() if case.name.startswith("coupled/best"))
+constants = dict(case.constexprs)
+options = {"enable_fp_fusion": constants.pop("enable_fp_fusion")}
+types = {name: case.signature.get(name, "constexpr") for name in case.kernel.arg_names}
+source, target = ASTSource(case.kernel, types, constants), GPUTarget("cuda", 90, 32)
+ptx = triton.compile(source, target=target, options=options).asm["ptx"]
+print("fma" in ptx, "mul.rn.f64" in ptx or "mul.f64" in ptx)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.stdout.split() == ["False", "True"], result.stderr

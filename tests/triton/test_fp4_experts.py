@@ -59,7 +59,7 @@ def test_reference_is_the_sum_of_decoded_experts() -> None:
         (1, 3, 1, 32, 32),
         (7, 5, 3, 96, 160),  # widths that no tile divides
         (40, 2, 2, 64, 32),  # several tiles an expert
-        (5, 16, 6, 160, 64),  # most experts idle
+        (3, 16, 4, 64, 64),  # most experts idle
     ],
 )
 def test_kernels(dtype: torch.dtype, nodes: int, experts: int, chosen: int, width: int, inner: int) -> None:
