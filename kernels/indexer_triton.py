@@ -25,7 +25,7 @@ def index_scores_kernel(
     num_entries,
     stride_keys,
     H: tl.constexpr,
-    I: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -35,13 +35,13 @@ def index_scores_kernel(
     first, end, base, count = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2), tl.load(p_span + 3)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_h, o_i = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
-    m_hi = (o_h < H)[:, None] & (o_i < I)[None, :]
-    m_n, m_i = o_n < num_entries, (o_i < I)[None, :]
-    o_hi = o_h[:, None] * I + o_i[None, :]
+    m_hi = (o_h < H)[:, None] & (o_i < WIDTH)[None, :]
+    m_n, m_i = o_n < num_entries, (o_i < WIDTH)[None, :]
+    o_hi = o_h[:, None] * WIDTH + o_i[None, :]
     if (tl.program_id(1) + 1) * BLOCK_N <= count:
         b_key = tl.load(p_keys + (base + o_n)[:, None] * stride_keys + o_i[None, :], mask=m_i, other=0.0)
         for i_t in range(first, end):
-            b_q = tl.load(p_q + i_t * (H * I) + o_hi, mask=m_hi, other=0.0).to(b_key.dtype)
+            b_q = tl.load(p_q + i_t * (H * WIDTH) + o_hi, mask=m_hi, other=0.0).to(b_key.dtype)
             b_weight = tl.load(p_weights + i_t * H + o_h, mask=o_h < H, other=0.0).to(tl.float32)
             tl.store(p_scores + i_t * num_entries + o_n, _weighted(b_key, b_q, b_weight), mask=m_n)
     else:
@@ -53,7 +53,7 @@ def index_scores_kernel(
             b_row = tl.where(o_x < 0, base + o_n, b_row)
             m_key = (b_row >= 0)[:, None] & m_i
             b_key = tl.load(p_keys + b_row[:, None] * stride_keys + o_i[None, :], mask=m_key, other=0.0)
-            b_q = tl.load(p_q + i_t * (H * I) + o_hi, mask=m_hi, other=0.0).to(b_key.dtype)
+            b_q = tl.load(p_q + i_t * (H * WIDTH) + o_hi, mask=m_hi, other=0.0).to(b_key.dtype)
             b_weight = tl.load(p_weights + i_t * H + o_h, mask=o_h < H, other=0.0).to(tl.float32)
             b_score = tl.where(b_row >= 0, _weighted(b_key, b_q, b_weight), float("-inf"))
             tl.store(p_scores + i_t * num_entries + o_n, b_score, mask=m_n)
@@ -179,7 +179,7 @@ def index_scores(
         num_entries,
         keys_RI.stride(0),
         H=num_heads,
-        I=width,
+        WIDTH=width,
         **config,
     )
     return scores_TN

@@ -117,7 +117,10 @@ def hyper_connection_cases() -> tuple[Case, ...]:
     cases = []
     for width in (4096, 7168):
         streams = {"M": 4, "D": width, "BLOCK_M": 4, **hyper.STREAMS}
-        for site, outputs, mixes in (("block", 24, True), ("head", 4, False)):
+        weights = dict.fromkeys(("p_part", "p_scale", "p_base", "p_pre", "p_post", "p_comb"), "*fp32")
+        weights |= {"p_x": "*bf16", "num_parts": "i32", "eps": "fp32", "norm_eps": "fp32"}
+        for site, outputs, iterations in (("block", 24, 20), ("head", 4, 0)):
+            mix = {"MIX": iterations > 0, "ITERATIONS": iterations, **streams}
             cases += [
                 Case(
                     name=f"hyper_connection/project_{site}{width}",
@@ -136,22 +139,18 @@ def hyper_connection_cases() -> tuple[Case, ...]:
                 Case(
                     name=f"hyper_connection/mix_{site}{width}",
                     kernel=hyper.mix_streams_kernel,
-                    signature={
-                        "p_part": "*fp32",
-                        "p_scale": "*fp32",
-                        "p_base": "*fp32",
-                        "p_x": "*bf16",
-                        "p_pre": "*fp32",
-                        "p_post": "*fp32",
-                        "p_comb": "*fp32",
-                        "p_out": "*bf16",
-                        "num_parts": "i32",
-                        "eps": "fp32",
-                        "norm_eps": "fp32",
-                    },
-                    constexprs={"MIX": mixes, "ITERATIONS": 20 if mixes else 0, **streams},
+                    signature=weights,
+                    constexprs=mix | {"p_out": None},
                 ),
             ]
+        cases.append(
+            Case(
+                name=f"hyper_connection/mix_collapse{width}",
+                kernel=hyper.mix_streams_kernel,
+                signature=weights | {"p_out": "*bf16"},
+                constexprs={"MIX": True, "ITERATIONS": 20, **streams},
+            )
+        )
         cases += [
             Case(
                 name=f"hyper_connection/collapse{width}",
@@ -219,7 +218,7 @@ def indexer_cases() -> tuple[Case, ...]:
                 "num_entries": "i32",
                 "stride_keys": "i64:16",
             },
-            constexprs={"H": 64, "I": 128, **indexer.index_config(64, 128, torch_dtype)},
+            constexprs={"H": 64, "WIDTH": 128, **indexer.index_config(64, 128, torch_dtype)},
             tensor_cores=dtype != "fp32",
         )
         for dtype, torch_dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
