@@ -7,6 +7,8 @@ R = pool rows, T = nodes, H = heads, D = head width, W = window, K = compressed 
 into, N = rows of a tile
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from dataclasses import dataclass
 
 import torch

@@ -4,6 +4,8 @@ R = pool rows, T = nodes, H = index heads, I = index head width, N = most entrie
 X = most entries closed by a node's own ancestors in this round, K = entries chosen, S = sequences
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from collections.abc import Sequence
 
 import torch

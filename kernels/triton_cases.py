@@ -41,9 +41,10 @@ def norm_rope_cases() -> tuple[Case, ...]:
     }
     weight = {"p_weight": "*fp32"}
     rotation = {"p_cos": "*fp32", "p_sin": "*fp32"}
-    head = {"D": 512, "P": 32, "NORM": True, "FP8_GROUP": 0, **norm_rope.norm_rope_config(512)}
-    unweighted, unrotated = {"p_weight": None}, {"p_cos": None, "p_sin": None, "P": 0}
-    cases = {
+    head: dict[str, object] = {"D": 512, "P": 32, "NORM": True, "FP8_GROUP": 0, **norm_rope.norm_rope_config(512)}
+    unweighted: dict[str, object] = {"p_weight": None}
+    unrotated: dict[str, object] = {"p_cos": None, "p_sin": None, "P": 0}
+    cases: dict[str, tuple[dict[str, str], dict[str, object]]] = {
         "query": (signature | rotation, head | unweighted),
         "kv": (signature | rotation | weight, head),
         "kv_fp8": (signature | rotation | weight | {"p_out": "*u8"}, head | {"FP8_GROUP": GROUP}),

@@ -52,10 +52,10 @@ def launch_model(heads: int, width: int) -> None:
     norm_rope_triton.rms_norm(empty(3, width), empty(width, dtype=FP32), 1e-6)
 
     streams, fn = empty(3, 4, width), empty(24, 4 * width, dtype=FP32)
-    scale, base, eps = empty(3, dtype=FP32), empty(24, dtype=FP32), {"eps": 1e-6, "norm_eps": 1e-6}
-    mixed = hyper_connection_triton.mix_and_collapse(streams, fn, scale, base, iterations=20, **eps)
-    hyper_connection_triton.mix_weights(streams, fn, scale, base, iterations=20, **eps)
-    pre_TM = hyper_connection_triton.head_weights(streams, fn[:4], scale, base, **eps)
+    scale, base = empty(3, dtype=FP32), empty(24, dtype=FP32)
+    mixed = hyper_connection_triton.mix_and_collapse(streams, fn, scale, base, iterations=20, eps=1e-6, norm_eps=1e-6)
+    hyper_connection_triton.mix_weights(streams, fn, scale, base, iterations=20, eps=1e-6, norm_eps=1e-6)
+    pre_TM = hyper_connection_triton.head_weights(streams, fn[:4], scale, base, eps=1e-6, norm_eps=1e-6)
     hyper_connection_triton.collapse(streams, pre_TM)
     hyper_connection_triton.expand(mixed.input_TD, streams, mixed.weights)
 
