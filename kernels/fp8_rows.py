@@ -44,6 +44,7 @@ def decode_rows(packed_RB: torch.Tensor, width: int, num_rotated: int) -> torch.
     """What `encode_rows` packed, as float32 `[R, D]`."""
     plain = width - num_rotated
     codes, tail, scales = packed_RB.split((plain, 2 * num_rotated, packed_RB.shape[1] - plain - 2 * num_rotated), dim=1)
-    scale_RG = torch.ldexp(torch.ones(()), scales[:, : plain // GROUP].int() - 127)
+    exponent_RG = scales[:, : plain // GROUP].int() - 127
+    scale_RG = torch.ldexp(torch.ones_like(exponent_RG, dtype=torch.float32), exponent_RG)
     x_RGN = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (-1, GROUP)) * scale_RG.unsqueeze(-1)
     return torch.cat((x_RGN.flatten(1), tail.contiguous().view(torch.bfloat16).float()), dim=1)
