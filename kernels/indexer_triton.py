@@ -135,7 +135,7 @@ def select_entries_kernel(
 def _ordered(score):
     """An unsigned key in the order of the scores, where 0 and -0 are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 def index_config(num_heads: int, width: int, dtype: torch.dtype) -> dict[str, int]:
