@@ -7,6 +7,8 @@ R = pool rows, T = nodes, H = heads, D = head width, W = window, K = compressed 
 into, N = rows of a tile
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from dataclasses import dataclass
 
 import torch
@@ -166,7 +168,7 @@ def attention_config(num_heads: int, head_dim: int, dtype: torch.dtype, *, split
 
 
 def runs_of(num_programs: int, num_tiles: int, num_processors: int) -> tuple[int, int]:
-    """How many runs a list of tiles is cut into, and tiles a run: enough to occupy the processors, of 2 tiles or more."""
+    """Runs that a list of tiles is cut into, and tiles a run: enough to occupy the processors, of 2 tiles or more."""
     wanted = max(1, min(num_processors // num_programs, num_tiles // 2))
     tiles_a_run = max(1, triton.cdiv(num_tiles, wanted))
     return max(1, triton.cdiv(num_tiles, tiles_a_run)), tiles_a_run

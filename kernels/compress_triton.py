@@ -3,6 +3,8 @@
 R = pool rows, C = windows closed, K = tokens pooled, E = entry width, P = rotated pairs
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import torch
 import triton
 import triton.language as tl

@@ -1,5 +1,7 @@
 """E4M3 codes in registers, bit by bit: Triton has the type only from sm_89, and this must also run on sm_80."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import triton
 import triton.language as tl
 

@@ -22,7 +22,7 @@ def row_bytes(width: int, num_rotated: int) -> int:
 
 def encode_rows(x_RD: torch.Tensor, num_rotated: int) -> torch.Tensor:
     """Rows as uint8 `[R, B]`. Raises ValueError unless the plain channels are whole groups."""
-    num_rows, width = x_RD.shape
+    width = x_RD.shape[1]
     plain = width - num_rotated
     if plain % GROUP:
         raise ValueError(f"FP8 rows need a multiple of {GROUP} channels before the rotated ones, not {plain}.")
@@ -43,9 +43,8 @@ def encode_rows(x_RD: torch.Tensor, num_rotated: int) -> torch.Tensor:
 def decode_rows(packed_RB: torch.Tensor, width: int, num_rotated: int) -> torch.Tensor:
     """What `encode_rows` packed, as float32 `[R, D]`."""
     plain = width - num_rotated
-    codes, tail, scales = packed_RB.split(
-        (plain, 2 * num_rotated, packed_RB.shape[1] - plain - 2 * num_rotated), dim=1
-    )
-    scale_RG = torch.ldexp(torch.ones(()), scales[:, : plain // GROUP].int() - 127)
+    codes, tail, scales = packed_RB.split((plain, 2 * num_rotated, packed_RB.shape[1] - plain - 2 * num_rotated), dim=1)
+    exponent_RG = scales[:, : plain // GROUP].int() - 127
+    scale_RG = torch.ldexp(torch.ones_like(exponent_RG, dtype=torch.float32), exponent_RG)
     x_RGN = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (-1, GROUP)) * scale_RG.unsqueeze(-1)
     return torch.cat((x_RGN.flatten(1), tail.contiguous().view(torch.bfloat16).float()), dim=1)

@@ -6,6 +6,8 @@ order by the kernel that makes the weights, with Sinkhorn's iterations in regist
 T = nodes, M = streams, D = model width, I = M D, F = outputs of the projection, S = parts
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +77,7 @@ def mix_streams_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (nodes, blocks of width). Weights of a node, and its streams collapsed; without MIX, only that (the head)."""
+    """Grid (nodes, blocks of width). A node's weights, and its streams collapsed; without MIX, pre alone (the head)."""
     i_t, i_d = tl.program_id(0).to(tl.int64), tl.program_id(1)
     F: tl.constexpr = M * (M + 2) if MIX else M
     o_m = tl.arange(0, BLOCK_M)
@@ -127,9 +129,7 @@ def _sinkhorn(b_comb, m_mm, eps, ITERATIONS: tl.constexpr):
 
 
 @triton.jit
-def collapse_kernel(
-    p_x, p_pre, p_out, M: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def collapse_kernel(p_x, p_pre, p_out, M: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Grid (nodes, blocks of width)."""
     i_t, o_d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     o_m = tl.arange(0, BLOCK_M)

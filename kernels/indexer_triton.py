@@ -4,6 +4,8 @@ R = pool rows, T = nodes, H = index heads, I = index head width, N = most entrie
 X = most entries closed by a node's own ancestors in this round, K = entries chosen, S = sequences
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +27,7 @@ def index_scores_kernel(
     num_entries,
     stride_keys,
     H: tl.constexpr,
-    I: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -35,13 +37,13 @@ def index_scores_kernel(
     first, end, base, count = tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2), tl.load(p_span + 3)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_h, o_i = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_I)
-    m_hi = (o_h < H)[:, None] & (o_i < I)[None, :]
-    m_n, m_i = o_n < num_entries, (o_i < I)[None, :]
-    o_hi = o_h[:, None] * I + o_i[None, :]
+    m_hi = (o_h < H)[:, None] & (o_i < WIDTH)[None, :]
+    m_n, m_i = o_n < num_entries, (o_i < WIDTH)[None, :]
+    o_hi = o_h[:, None] * WIDTH + o_i[None, :]
     if (tl.program_id(1) + 1) * BLOCK_N <= count:
         b_key = tl.load(p_keys + (base + o_n)[:, None] * stride_keys + o_i[None, :], mask=m_i, other=0.0)
         for i_t in range(first, end):
-            b_q = tl.load(p_q + i_t * (H * I) + o_hi, mask=m_hi, other=0.0).to(b_key.dtype)
+            b_q = tl.load(p_q + i_t * (H * WIDTH) + o_hi, mask=m_hi, other=0.0).to(b_key.dtype)
             b_weight = tl.load(p_weights + i_t * H + o_h, mask=o_h < H, other=0.0).to(tl.float32)
             tl.store(p_scores + i_t * num_entries + o_n, _weighted(b_key, b_q, b_weight), mask=m_n)
     else:
@@ -53,7 +55,7 @@ def index_scores_kernel(
             b_row = tl.where(o_x < 0, base + o_n, b_row)
             m_key = (b_row >= 0)[:, None] & m_i
             b_key = tl.load(p_keys + b_row[:, None] * stride_keys + o_i[None, :], mask=m_key, other=0.0)
-            b_q = tl.load(p_q + i_t * (H * I) + o_hi, mask=m_hi, other=0.0).to(b_key.dtype)
+            b_q = tl.load(p_q + i_t * (H * WIDTH) + o_hi, mask=m_hi, other=0.0).to(b_key.dtype)
             b_weight = tl.load(p_weights + i_t * H + o_h, mask=o_h < H, other=0.0).to(tl.float32)
             b_score = tl.where(b_row >= 0, _weighted(b_key, b_q, b_weight), float("-inf"))
             tl.store(p_scores + i_t * num_entries + o_n, b_score, mask=m_n)
@@ -133,7 +135,7 @@ def select_entries_kernel(
 def _ordered(score):
     """An unsigned key in the order of the scores, where 0 and -0 are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 def index_config(num_heads: int, width: int, dtype: torch.dtype) -> dict[str, int]:
@@ -179,7 +181,7 @@ def index_scores(
         num_entries,
         keys_RI.stride(0),
         H=num_heads,
-        I=width,
+        WIDTH=width,
         **config,
     )
     return scores_TN

@@ -4,6 +4,8 @@ T = nodes, H = heads, D = head width, P = rotated pairs, N = rows (T H), G = gro
 B = bytes of an FP8 row
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 import torch
 import triton
 import triton.language as tl

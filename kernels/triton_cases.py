@@ -45,9 +45,10 @@ def norm_rope_cases() -> tuple[Case, ...]:
     }
     weight = {"p_weight": "*fp32"}
     rotation = {"p_cos": "*fp32", "p_sin": "*fp32"}
-    head = {"D": 512, "P": 32, "NORM": True, "FP8_GROUP": 0, **norm_rope.norm_rope_config(512)}
-    unweighted, unrotated = {"p_weight": None}, {"p_cos": None, "p_sin": None, "P": 0}
-    cases = {
+    head: dict[str, object] = {"D": 512, "P": 32, "NORM": True, "FP8_GROUP": 0, **norm_rope.norm_rope_config(512)}
+    unweighted: dict[str, object] = {"p_weight": None}
+    unrotated: dict[str, object] = {"p_cos": None, "p_sin": None, "P": 0}
+    cases: dict[str, tuple[dict[str, str], dict[str, object]]] = {
         "query": (signature | rotation, head | unweighted),
         "kv": (signature | rotation | weight, head),
         "kv_fp8": (signature | rotation | weight | {"p_out": "*u8"}, head | {"FP8_GROUP": GROUP}),
@@ -121,7 +122,10 @@ def hyper_connection_cases() -> tuple[Case, ...]:
     cases = []
     for width in (4096, 7168):
         streams = {"M": 4, "D": width, "BLOCK_M": 4, **hyper.STREAMS}
-        for site, outputs, mixes in (("block", 24, True), ("head", 4, False)):
+        weights = dict.fromkeys(("p_part", "p_scale", "p_base", "p_pre", "p_post", "p_comb"), "*fp32")
+        weights |= {"p_x": "*bf16", "num_parts": "i32", "eps": "fp32", "norm_eps": "fp32"}
+        for site, outputs, iterations in (("block", 24, 20), ("head", 4, 0)):
+            mix = {"MIX": iterations > 0, "ITERATIONS": iterations, **streams}
             cases += [
                 Case(
                     name=f"hyper_connection/project_{site}{width}",
@@ -140,22 +144,18 @@ def hyper_connection_cases() -> tuple[Case, ...]:
                 Case(
                     name=f"hyper_connection/mix_{site}{width}",
                     kernel=hyper.mix_streams_kernel,
-                    signature={
-                        "p_part": "*fp32",
-                        "p_scale": "*fp32",
-                        "p_base": "*fp32",
-                        "p_x": "*bf16",
-                        "p_pre": "*fp32",
-                        "p_post": "*fp32",
-                        "p_comb": "*fp32",
-                        "p_out": "*bf16",
-                        "num_parts": "i32",
-                        "eps": "fp32",
-                        "norm_eps": "fp32",
-                    },
-                    constexprs={"MIX": mixes, "ITERATIONS": 20 if mixes else 0, **streams},
+                    signature=weights,
+                    constexprs=mix | {"p_out": None},
                 ),
             ]
+        cases.append(
+            Case(
+                name=f"hyper_connection/mix_collapse{width}",
+                kernel=hyper.mix_streams_kernel,
+                signature=weights | {"p_out": "*bf16"},
+                constexprs={"MIX": True, "ITERATIONS": 20, **streams},
+            )
+        )
         cases += [
             Case(
                 name=f"hyper_connection/collapse{width}",
@@ -223,7 +223,7 @@ def indexer_cases() -> tuple[Case, ...]:
                 "num_entries": "i32",
                 "stride_keys": "i64:16",
             },
-            constexprs={"H": 64, "I": 128, **indexer.index_config(64, 128, torch_dtype)},
+            constexprs={"H": 64, "WIDTH": 128, **indexer.index_config(64, 128, torch_dtype)},
             tensor_cores=dtype != "fp32",
         )
         for dtype, torch_dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))

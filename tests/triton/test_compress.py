@@ -26,7 +26,9 @@ def buffer_of(rows_CK: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_windows", [0, 1, 5])
-@pytest.mark.parametrize(("tokens", "overlap", "width"), [(8, True, 20), (16, False, 16), (6, False, 24), (128, False, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "overlap", "width"), [(8, True, 20), (16, False, 16), (6, False, 24), (128, False, 8)]
+)
 def test_equals_the_reference(num_windows: int, tokens: int, overlap: bool, width: int, device: torch.device) -> None:
     rows_CK = windows(num_windows, tokens, 150)
     buffer_RD = buffer_of(rows_CK, 150, width * (4 if overlap else 2))

@@ -1,5 +1,7 @@
 """Hyper-connections as Triton kernels, against the references in float64."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,26 @@ from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.testing.exactness import assert_as_exact_as
 
 FAST = numerics_named("fast")
+
+
+def everything(kernels: ModuleType, tensors: list[torch.Tensor], iterations: int) -> dict[str, torch.Tensor]:
+    """All that a site and the head compute."""
+    streams_TMD, output_TD, fn, scale, base = tensors
+    num_streams = streams_TMD.shape[1]
+    mix = kernels.mix_weights(
+        streams_TMD, fn, scale, base, iterations=iterations, eps=1e-6, norm_eps=1e-6, numerics=FAST
+    )
+    head_TM = kernels.head_weights(
+        streams_TMD, fn[:num_streams], scale[:1], base[:num_streams], eps=1e-6, norm_eps=1e-6, numerics=FAST
+    )
+    return {
+        "pre": mix.pre_TM,
+        "post": mix.post_TM,
+        "comb": mix.comb_TMM,
+        "head": head_TM,
+        "collapsed": kernels.collapse(streams_TMD, mix.pre_TM),
+        "expanded": kernels.expand(output_TD, streams_TMD, mix, FAST),
+    }
 
 
 @settings(max_examples=12, deadline=None)
@@ -26,27 +48,29 @@ def test_equal_the_references(
     device: torch.device, num_nodes: int, num_streams: int, width: int, iterations: int, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    streams_TMD = torch.randn(num_nodes, num_streams, width, dtype=dtype)
-    output_TD = torch.randn(num_nodes, width, dtype=dtype)
     num_mixed = num_streams * (num_streams + 2)
-    fn, base, scale = torch.randn(num_mixed, num_streams * width) * 0.2, torch.randn(num_mixed), torch.randn(3)
+    tensors = [
+        torch.randn(num_nodes, num_streams, width, dtype=dtype),
+        torch.randn(num_nodes, width, dtype=dtype),
+        torch.randn(num_mixed, num_streams * width) * 0.2,
+        torch.randn(3),
+        torch.randn(num_mixed),
+    ]
+    on_device = [tensor.to(device) for tensor in tensors]
+    exact = everything(plain, [tensor.double() for tensor in tensors], iterations)
+    ordinary = everything(plain, tensors, iterations)
+    results = everything(ours, on_device, iterations)
+    for name, result in results.items():
+        assert_as_exact_as(result.cpu(), ordinary[name], exact[name])
 
-    def all_of(kernels, *tensors):
-        streams, output, fn, scale, base = tensors
-        mix = kernels.mix_weights(streams, fn, scale, base, iterations=iterations, eps=1e-6, norm_eps=1e-6, numerics=FAST)
-        head = kernels.head_weights(
-            streams, fn[:num_streams], scale[:1], base[:num_streams], eps=1e-6, norm_eps=1e-6, numerics=FAST
-        )
-        collapsed = kernels.collapse(streams, mix.pre_TM)
-        expanded = kernels.expand(output, streams, mix, FAST)
-        return mix.pre_TM, mix.post_TM, mix.comb_TMM, head, collapsed, expanded
+    streams, _, fn, scale, base = on_device
+    fused = ours.mix_and_collapse(streams, fn, scale, base, iterations=iterations, eps=1e-6, norm_eps=1e-6)
+    assert torch.equal(fused.input_TD, results["collapsed"])
+    assert torch.equal(fused.weights.comb_TMM, results["comb"])
 
-    tensors = (streams_TMD, output_TD, fn, scale, base)
-    exact = all_of(plain, *(tensor.double() for tensor in tensors))
-    ref = all_of(plain, *tensors)
-    got = all_of(ours, *(tensor.to(device) for tensor in tensors))
-    for a, b, c in zip(got, ref, exact, strict=True):
-        assert_as_exact_as(a.cpu(), b, c)
-    fused = ours.mix_and_collapse(*(tensor.to(device) for tensor in (streams_TMD, fn, scale, base)), iterations=iterations, eps=1e-6, norm_eps=1e-6)
-    assert torch.equal(fused.input_TD.cpu(), got[4].cpu())
-    assert torch.equal(fused.weights.comb_TMM.cpu(), got[2].cpu())
+
+@pytest.mark.parametrize("num_tiles", [1, 5, 400])
+@pytest.mark.parametrize("num_blocks", [1, 7, 128, 224])
+def test_parts_cover_the_inner_axis_once(num_tiles: int, num_blocks: int) -> None:
+    num_parts, blocks_a_part = ours.parts_of(num_tiles, num_blocks, 132)
+    assert (num_parts - 1) * blocks_a_part < num_blocks <= num_parts * blocks_a_part
