@@ -74,6 +74,11 @@ class MoE(nn.Module):
         self.experts = Experts(config, precision.dtype)
         self.shared_experts = SharedExperts(config, precision)
 
+    def route(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> Routing:
+        """Which experts each node takes."""
+        routing: Routing = self.gate(x_TD, tokens_T)
+        return routing
+
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         experts = self.experts
         routed_TD = routed_experts(x_TD, routing, experts.w13, experts.w2, self.limit, self.numerics)
@@ -159,7 +164,7 @@ class Block(HyperConnected):
         streams_TMD = expand(attended_TD, streams_TMD, entered.mix, self.precision.numerics)
         mix = self.mix("ffn", streams_TMD)
         x_TD = self.ffn_norm(collapse(streams_TMD, mix.pre_TM))
-        return Attended(streams_TMD=streams_TMD, x_TD=x_TD, routing=self.ffn.gate(x_TD, tokens_T), mix=mix)
+        return Attended(streams_TMD=streams_TMD, x_TD=x_TD, routing=self.ffn.route(x_TD, tokens_T), mix=mix)
 
     def _leave(self, fed_TD: torch.Tensor, attended: Attended) -> torch.Tensor:
         return expand(fed_TD, attended.streams_TMD, attended.mix, self.precision.numerics)

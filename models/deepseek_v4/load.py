@@ -24,6 +24,7 @@ def load_model(
     numerics: str = "fast",
     compile: bool = False,
     progress: bool = True,
+    keep_quantized: bool = False,
 ) -> DeepseekV4:
     """Load a DeepSeek-V4 checkpoint: a local folder, a hub id, or "demo" for the bundled one. Needs no tokenizer.
 
@@ -34,6 +35,8 @@ def load_model(
     compile: fuse the small operations with torch.compile, for a CPU: several times faster on small models, after a
     minute of compiling (some 15 s once the compiler's cache on disk has it). Warns and does without where there is no
     C++ compiler.
+    keep_quantized: leave stored FP8 and FP4 weights as they are, to be decoded by the products: a quarter to a half of
+    the memory, and on a GPU as much less to read. Not with invariant numerics.
     Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint.
     """
     if dtype not in DTYPES:
@@ -42,9 +45,11 @@ def load_model(
     if numerics == "invariant" and torch.device(device).type != "cpu":
         raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
     if compile and (numerics != "fast" or torch.device(device).type != "cpu"):
-        raise ValueError(
-            "Compiled pieces are for fast numerics on a CPU: use compile=False, or leave the others as they are."
-        )
+        raise ValueError("compile=True is for fast numerics on a CPU: leave it out, or the other options.")
+    if compile and keep_quantized:
+        raise ValueError("compile=True needs dequantised weights: leave out keep_quantized.")
+    if numerics == "invariant" and keep_quantized:
+        raise ValueError("Invariant numerics need dequantised weights: leave out keep_quantized.")
     _check_device(device)
     checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
     with torch.device("meta"):
@@ -55,7 +60,7 @@ def load_model(
             dtype=DTYPES[dtype],
             numerics=numerics,
         )
-    load_weights(model, checkpoint, device=torch.device(device), progress=progress)
+    load_weights(model, checkpoint, device=torch.device(device), progress=progress, keep_quantized=keep_quantized)
     model = model.to(device).eval().requires_grad_(False)
     if compile and has_compiler():
         compile_pieces(model)

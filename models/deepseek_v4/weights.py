@@ -9,18 +9,32 @@ from tqdm import tqdm
 
 from compressed_spec.kernels.dequantize import dequantize_fp4, dequantize_fp8
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, some_of
+from compressed_spec.models.deepseek_v4.quantized import (
+    StoredNames,
+    check_fp4_scale,
+    quantize_modules,
+    quantized_kernels,
+    raw_regions,
+)
 from compressed_spec.models.deepseek_v4.weight_plan import Piece, StorageFormat, plan_weights
 
+_SCALE_DTYPES = {"F8_E8M0": torch.float8_e8m0fnu, "F32": torch.float32, "BF16": torch.float32}
 _MAX_OPEN_FILES = 4  # mapped shards kept at once; a layer's tensors lie in one file, seldom in two
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, *, device: torch.device | str, progress: bool = True
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str,
+    progress: bool = True,
+    keep_quantized: bool = False,
 ) -> None:
     """Replace every parameter and persistent buffer of `model` (meta or real) by the checkpoint's values on `device`.
 
     Quantised tensors are decoded in float32; each result is cast to the dtype that the model's parameter already has.
-    Beside the model itself, memory holds one stored tensor at a time.
+    Beside the model itself, memory holds one stored tensor at a time. keep_quantized: leave FP8 and FP4 weights as they
+    are stored, in modules that take the place of the model's (which must be on the meta device); see `quantized`.
 
     Raises:
         ValueError: a tensor is missing, left over, mis-shaped, of a wrong dtype, or holds values that cannot be.
@@ -36,10 +50,26 @@ def load_weights(
         )
     targets = model.state_dict()
     assert targets.keys() == plan.sources.keys(), f"names differ: {sorted(targets.keys() ^ plan.sources.keys())[:3]}"
+    stored: dict[str, StoredNames] = {}
+    if keep_quantized:
+        kernels = quantized_kernels(torch.device(device))
+        stored = quantize_modules(
+            model, plan.sources, lambda name: _SCALE_DTYPES[checkpoint.tensors[name].dtype], kernels
+        )
+        targets = model.state_dict()
     reader = _Reader(checkpoint, torch.device(device))
     state: dict[str, torch.Tensor] = {}
     order = sorted(plan.sources, key=lambda name: (checkpoint.tensors[plan.sources[name][0].tensor].file, name))
     for name in tqdm(order, desc="loading weights", unit="tensor", disable=None if progress else True):
+        if name in stored:
+            codes, scale = stored[name].codes, stored[name].scale
+            for half in (codes, scale):
+                state[half] = torch.empty(targets[half].shape, dtype=targets[half].dtype, device=device)
+            for piece in plan.sources[name]:
+                for region, raw in zip(raw_regions(piece, state[codes], state[scale]), reader.raw(piece), strict=True):
+                    region.copy_(raw)
+            check_fp4_scale(scale, state[scale])
+            continue
         target = targets[name]
         state[name] = torch.empty(target.shape, dtype=target.dtype, device=device)
         for piece in plan.sources[name]:
@@ -77,6 +107,13 @@ class _Reader:
             return dequantize_fp4(raw, scale)
         assert piece.block is not None
         return dequantize_fp8(raw, scale, piece.block)
+
+    def raw(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of one piece that is quantised, as stored, on the device."""
+        assert piece.scale is not None, f"{piece.tensor} is not quantised"
+        scale = self._tensor(piece.scale, piece.source_expert)
+        self._check_scale(piece.scale, scale)
+        return self._tensor(piece.tensor, piece.source_expert), scale
 
     def _tensor(self, name: str, expert: int | None) -> torch.Tensor:
         handle = self._handle(self._checkpoint.tensors[name].file)

@@ -1,0 +1,28 @@
+"""E4M3 codes in registers, bit by bit: Triton has the type only from sm_89, and this must also run on sm_80."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def encode_e4m3(x):
+    """Codes (uint8) of float32 numbers, rounded to nearest even as torch does, of magnitude 448 at most; NaN stays."""
+    sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    bits = tl.minimum(tl.abs(x), 448.0).to(tl.uint32, bitcast=True)
+    # Normal: keep three bits of mantissa, and move the exponent's bias from 127 to 7.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9, the last bit of numbers about 2^14.
+    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(bits < 0x3C800000, small, normal)
+    return (tl.where(x == x, code, 0x7F) | sign).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """The float32 numbers of codes (uint8). Exact; NaN codes are NaN."""
+    wide = code.to(tl.uint16)
+    # As float16 the bits mean the number times 2^-8, subnormal ones included.
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)

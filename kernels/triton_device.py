@@ -1,0 +1,13 @@
+"""What launchers of Triton kernels ask a device."""
+
+import torch
+
+INTERPRETED_PROCESSORS = 4  # on a CPU, where only the interpreter runs them
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run side by side on a GPU."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -1,0 +1,9 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
