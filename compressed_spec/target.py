@@ -14,6 +14,7 @@ from torch import nn
 
 from compressed_spec.cache import Cache, Scratch, Verification
 from compressed_spec.layout import CacheShape, StateSpec
+from compressed_spec.parallel import ALONE, ParallelGroup
 from compressed_spec.partial import Claim, LayerStreams
 from compressed_spec.rows import RowPlan, make_plan, plan_nodes
 from compressed_spec.tree import TokenTree
@@ -61,11 +62,16 @@ class BlockDraft:
 
 
 class TargetModel(nn.Module, ABC):
-    """A model whose state is addressed by row. Subclasses give `state_spec`, `forward` and `logits`."""
+    """A model whose state is addressed by row. Subclasses give `state_spec`, `forward` and `logits`.
+
+    group: the processes that share it. Each runs the same rounds on its own copy of the state; a round in which they
+    are about to process different nodes, or whose streams come out different, raises PeerError on all of them.
+    """
 
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    group: ParallelGroup = ALONE
 
     @abstractmethod
     def state_spec(self) -> StateSpec:
@@ -252,12 +258,14 @@ class TargetModel(nn.Module, ABC):
         claim = None if cache.stopped is None else cache.stopped.claim(trees, rows)
         stopped, ticket = cache.stopped, cache.next_ticket()
         starts = [cache.lengths[row] for row in rows]
+        self.group.check_same("the next nodes", (trees, rows, starts))
         slots = None if claim is None else claim.slot_T
         plan = make_plan(cache.spec, cache.shape, trees, rows, starts, cache.device, slots=slots)
         if stopped is None or claim is None:
             streams_TMD = self(plan, Scratch(cache))
         else:
             streams_TMD = self._go_on(cache, plan, trees, list(stopped.levels), claim)
+        self.group.check_same_bits("the streams of the last nodes", streams_TMD)
         logits_TV = self.logits(streams_TMD) if want_logits else streams_TMD.new_empty((0, self.vocab_size))
         verify = Verification(trees=tuple(trees), rows=tuple(rows), logits=logits_TV, plan=plan, ticket=ticket)
         return verify, streams_TMD

@@ -17,6 +17,7 @@ from compressed_spec.layout import Compression
 from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
 from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.rope import Rotation
+from compressed_spec.parallel import ParallelGroup
 from compressed_spec.rows import CompressionPlan, selected_rows
 
 
@@ -89,11 +90,15 @@ class Compressor(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Scores compressed entries with small heads and keeps the best."""
+    """Scores compressed entries with small heads, this process's of which are here, and keeps the best."""
 
-    def __init__(self, config: DeepseekV4Config, comp: Compression, precision: Precision) -> None:
+    def __init__(
+        self, config: DeepseekV4Config, comp: Compression, precision: Precision, group: ParallelGroup
+    ) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.group, self.num_heads = group, group.part(config.index_n_heads)
+        self.head_dim, self.topk = config.index_head_dim, config.index_topk
+        self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
         self.wq_b = Linear(config.q_lora_rank, self.num_heads * self.head_dim, precision)
         self.weights_proj = Linear(config.hidden_size, self.num_heads, precision)
         self.compressor = Compressor(config, comp, config.index_head_dim, "index_", precision)
@@ -106,27 +111,36 @@ class Indexer(nn.Module):
         q_THI = apply_rope(
             self.wq_b(qr_TD).unflatten(-1, (self.num_heads, self.head_dim)), rotation.cos_NP, rotation.sin_NP
         )
-        scale = self.head_dim**-0.5 * self.num_heads**-0.5
         scores_TN = self.precision.numerics.index_scores(
             q_THI.to(self.precision.wide),
-            self.weights_proj(x_TD).to(self.precision.wide) * scale,
+            self.weights_proj(x_TD).to(self.precision.wide) * self.scale,
             keys_RI,
             plan.spans,
             plan.extra_rows_TX,
             plan.num_visible,
         )
-        return selected_rows(plan, select_entries(scores_TN, self.topk))
+        return selected_rows(plan, select_entries(self.group.all_reduce(scores_TN), self.topk))
 
 
 class Attention(nn.Module):
-    """One attention layer. `layer` is its index among the window pools, `compressed_layer` among its compression's."""
+    """One attention layer, or the heads and output groups of it that are this process's.
+
+    `layer` is its index among the window pools, `compressed_layer` among its compression's.
+    """
 
     def __init__(
-        self, config: DeepseekV4Config, spec: LayerSpec, layer: int, compressed_layer: int, precision: Precision
+        self,
+        config: DeepseekV4Config,
+        spec: LayerSpec,
+        layer: int,
+        compressed_layer: int,
+        precision: Precision,
+        group: ParallelGroup,
     ) -> None:
         super().__init__()
-        self.layer, self.compressed_layer = layer, compressed_layer
-        self.num_heads, self.head_dim, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self.layer, self.compressed_layer, self.group = layer, compressed_layer, group
+        self.num_heads, self.groups = group.part(config.num_attention_heads), group.part(config.o_groups)
+        self.head_dim = config.head_dim
         self.eps, self.numerics = config.rms_norm_eps, precision.numerics
         heads_dim = self.num_heads * self.head_dim
         self.attn_sink = nn.Parameter(torch.empty(self.num_heads, dtype=precision.wide))
@@ -135,15 +149,15 @@ class Attention(nn.Module):
         self.wq_b = Linear(config.q_lora_rank, heads_dim, precision)
         self.wkv = Linear(config.hidden_size, config.head_dim, precision)
         self.kv_norm = Norm(config.head_dim, config.rms_norm_eps, precision)
-        self.wo_a = Linear(heads_dim // config.o_groups, config.o_groups * config.o_lora_rank, precision)
-        self.wo_b = Linear(config.o_groups * config.o_lora_rank, config.hidden_size, precision)
+        self.wo_a = Linear(heads_dim // self.groups, self.groups * config.o_lora_rank, precision)
+        self.wo_b = Linear(self.groups * config.o_lora_rank, config.hidden_size, precision)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         comp = compression_of(config, spec)
         if comp is not None:
             self.compressor = Compressor(config, comp, config.head_dim, "", precision)
             if comp.index_dim:
-                self.indexer = Indexer(config, comp, precision)
+                self.indexer = Indexer(config, comp, precision, group)
 
     def kv(self, x_TD: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """The rotated K = V row of each node, `[T, head_dim]`."""
@@ -174,5 +188,4 @@ class Attention(nn.Module):
         undo = here.rotation.inverse
         o_TGD = apply_rope(o_THD, undo.cos_NP, undo.sin_NP).flatten(1).unflatten(-1, (self.groups, -1))
         low_TGR = self.numerics.grouped_linear(o_TGD, self.wo_a.weight.unflatten(0, (self.groups, -1)))
-        output_TD: torch.Tensor = self.wo_b(low_TGR.flatten(1))
-        return output_TD
+        return self.group.all_reduce(self.wo_b(low_TGR.flatten(1)))
