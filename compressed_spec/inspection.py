@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from compressed_spec.memory import human_bytes
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, DraftHeadKind, read_checkpoint
 from compressed_spec.models.deepseek_v4.config import AttentionKind, LayerSpec
 from compressed_spec.models.deepseek_v4.weight_plan import plan_weights
@@ -140,20 +141,11 @@ def _rows(inspection: Inspection) -> list[tuple[str, str]]:
         ("layers", f"{inspection.num_hidden_layers}: {by_kind}; {inspection.num_hash_layers} hash-routed"),
         ("layer kinds", inspection.layer_kinds),
         ("draft head", inspection.draft_head),
-        ("weights", f"{inspection.num_tensors} tensors, {_human(inspection.weight_bytes)}"),
+        ("weights", f"{inspection.num_tensors} tensors, {human_bytes(inspection.weight_bytes)}"),
     ]
     rows += [
-        (f"  {dtype}", f"{total.num_tensors} tensors, {_human(total.num_bytes)}")
+        (f"  {dtype}", f"{total.num_tensors} tensors, {human_bytes(total.num_bytes)}")
         for dtype, total in inspection.tensors_by_dtype.items()
     ]
-    cache = f"{_human(inspection.cache_bytes)} for {inspection.batch_size} x {inspection.max_length} tokens"
+    cache = f"{human_bytes(inspection.cache_bytes)} for {inspection.batch_size} x {inspection.max_length} tokens"
     return [*rows, ("cache", cache), ("problems", str(len(inspection.problems)) if inspection.problems else "none")]
-
-
-def _human(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -90,7 +90,8 @@ class ParallelGroup:
     def together(self) -> Iterator[None]:
         """A block, without exchanges, that all processes leave in the same way.
 
-        Where one raises ValueError or OSError, those to which nothing happened raise PeerError with its words.
+        Where some raise ValueError or OSError, the first of them does so here too, and all others raise PeerError with
+        its words.
         """
         if self.size == 1:
             yield
@@ -103,11 +104,11 @@ class ParallelGroup:
         reports: list[str | None] = [None] * self.size
         with _exchange():
             dist.all_gather_object(reports, fault and f"{self.name}: {fault}", group=self.handle)
-        if fault is not None:
+        first = next((rank for rank, report in enumerate(reports) if report is not None), None)
+        if first == self.rank and fault is not None:
             raise fault
-        if known := [report for report in reports if report is not None]:
-            more = f" (and {len(known) - 1} others)" if len(known) > 1 else ""
-            raise PeerError(f"{known[0]}{more}")
+        if first is not None:
+            raise PeerError(reports[first])
 
     def check_same(self, what: str, value: object) -> None:
         """Raise PeerError on every process unless `value` has the same `repr` on all of them."""

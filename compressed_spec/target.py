@@ -14,6 +14,7 @@ from torch import nn
 
 from compressed_spec.cache import Cache, Scratch, Verification
 from compressed_spec.layout import CacheShape, StateSpec
+from compressed_spec.memory import check_fits
 from compressed_spec.parallel import ALONE, ParallelGroup
 from compressed_spec.partial import Claim, LayerStreams
 from compressed_spec.rows import RowPlan, make_plan, plan_nodes
@@ -149,7 +150,8 @@ class TargetModel(nn.Module, ABC):
 
         max_nodes: nodes of one verify, all rows together. prefill_chunk: tokens that a prefill processes at once.
         max_draft_nodes: nodes that a draft head may process in a round (4 max_nodes by default).
-        Raises ValueError for sizes below 1 or a length beyond the model's `max_position_embeddings`.
+        Raises ValueError for sizes below 1, a length beyond the model's `max_position_embeddings`, or, before any of it
+        is taken, more memory than is free.
         """
         if max_length > self.max_position_embeddings:
             raise ValueError(
@@ -162,7 +164,9 @@ class TargetModel(nn.Module, ABC):
             prefill_chunk=prefill_chunk,
             max_draft_nodes=4 * max_nodes if max_draft_nodes is None else max_draft_nodes,
         )
-        return Cache(self.state_spec(), shape, self.device)
+        spec = self.state_spec()
+        check_fits("A cache", shape.nbytes(spec), self.device, "lower batch_size, max_length or max_nodes")
+        return Cache(spec, shape, self.device)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise ValueError if a token id is not in the vocabulary."""

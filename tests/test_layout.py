@@ -16,7 +16,7 @@ LINKED = ("kernels", "models")
 # From the ground up. A module may import its own layer and those below it, never one above.
 LAYERS = (
     {"kernels"},
-    {"tree", "topology", "layout", "rows", "partial", "cache", "parallel", "memory", "target"},
+    {"tree", "topology", "layout", "rows", "partial", "cache", "parallel", "watch", "launch", "memory", "target"},
     {"models"},
     {"noise", "sampling_params", "processors", "sampling", "stats"},
     {"verifying", "drafting", "shaping"},

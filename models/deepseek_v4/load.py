@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 
 from compressed_spec.kernels.numerics import numerics_named
-from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
+from compressed_spec.memory import check_fits
+from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, open_checkpoint
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.weights import load_weights
+from compressed_spec.parallel import ALONE, ParallelGroup
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEMO = Path(str(files("compressed_spec"))) / "assets" / "demo"
@@ -21,32 +23,51 @@ def load_model(
     dtype: str = "float32",
     numerics: str = "fast",
     progress: bool = True,
+    group: ParallelGroup = ALONE,
 ) -> DeepseekV4:
     """Load a DeepSeek-V4 checkpoint: a local folder, a hub id, or "demo" for the bundled one. Needs no tokenizer.
 
     dtype: "float32", "float64", "bfloat16" or "float16", of matrices, activations and KV; stored FP8 and FP4 weights
     are dequantised to it. progress: show a bar on stderr.
     numerics: "fast", or "invariant" for tokens, logits and state that are bit for bit the same with speculation or
-    without, in any tree, batch and prefill chunk, on a CPU with a fixed number of threads.
-    Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint.
+    without, in any tree, batch and prefill chunk, on a CPU with a fixed number of threads, in one process.
+    group: the processes that share the model (see `launch.join`); each calls this with the same arguments but for its
+    own device, and gets its part.
+    Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint, and, before
+    anything is read, for weights that do not fit the device.
     """
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}.")
     numerics_named(numerics)
     if numerics == "invariant" and torch.device(device).type != "cpu":
         raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
-    _check_device(device)
-    checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
+    if numerics == "invariant" and group.size > 1:
+        raise ValueError("Invariant numerics hold in one process only: use numerics='fast' with several.")
+    with group.together():
+        _check_device(device)
+        checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
+        model = empty_model(checkpoint, dtype=DTYPES[dtype], numerics=numerics, group=group)
+        num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+        check_fits("A model", num_bytes, torch.device(device), "take a narrower dtype or more processes")
+    group.check_same("the checkpoint", (checkpoint.config, checkpoint.draft_head, checkpoint.tensors, dtype))
+    with group.together():
+        load_weights(model, checkpoint, device=torch.device(device), progress=progress, group=group)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def empty_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, numerics: str = "fast", group: ParallelGroup = ALONE
+) -> DeepseekV4:
+    """A process's part of a checkpoint's model without its values, on the meta device."""
     with torch.device("meta"):
-        model = DeepseekV4(
+        return DeepseekV4(
             checkpoint.config,
             draft_head=checkpoint.draft_head,
             num_draft_layers=checkpoint.num_draft_layers,
-            dtype=DTYPES[dtype],
+            dtype=dtype,
             numerics=numerics,
+            group=group,
         )
-    load_weights(model, checkpoint, device=torch.device(device), progress=progress)
-    return model.to(device).eval().requires_grad_(False)
 
 
 def _check_device(device: str | torch.device) -> None:

@@ -9,22 +9,49 @@ from tqdm import tqdm
 
 from compressed_spec.kernels.dequantize import dequantize_fp4, dequantize_fp8
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, some_of
-from compressed_spec.models.deepseek_v4.weight_plan import Piece, StorageFormat, plan_weights
+from compressed_spec.models.deepseek_v4.slices import Read, Region, reads_of
+from compressed_spec.models.deepseek_v4.weight_plan import StorageFormat, WeightPlan, plan_weights
+from compressed_spec.parallel import ALONE, ParallelGroup
 
 _MAX_OPEN_FILES = 4  # mapped shards kept at once; a layer's tensors lie in one file, seldom in two
+_MAPPED_BYTES = 64 << 20  # read from mapped shards before their pages, which count as this process's, are given back
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, *, device: torch.device | str, progress: bool = True
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str,
+    progress: bool = True,
+    group: ParallelGroup = ALONE,
 ) -> None:
     """Replace every parameter and persistent buffer of `model` (meta or real) by the checkpoint's values on `device`.
 
-    Quantised tensors are decoded in float32; each result is cast to the dtype that the model's parameter already has.
-    Beside the model itself, memory holds one stored tensor at a time.
+    group: the processes that share the model; only this one's slices are read. Quantised tensors are decoded in
+    float32; each result is cast to the dtype that the model's parameter already has. Beside the model itself, memory
+    holds one stored tensor's slice at a time. On the device "meta" everything is read and checked, and nothing kept.
 
     Raises:
         ValueError: a tensor is missing, left over, mis-shaped, of a wrong dtype, or holds values that cannot be.
     """
+    plan = checked_plan(checkpoint)
+    targets = model.state_dict()
+    assert targets.keys() == plan.sources.keys(), f"names differ: {sorted(targets.keys() ^ plan.sources.keys())[:3]}"
+    reader = _Reader(checkpoint, torch.device(device))
+    state: dict[str, torch.Tensor] = {}
+    order = sorted(plan.sources, key=lambda name: (checkpoint.tensors[plan.sources[name][0].tensor].file, name))
+    for name in tqdm(order, desc="loading weights", unit="tensor", disable=None if progress else True):
+        target = targets[name]
+        state[name] = torch.empty(target.shape, dtype=target.dtype, device=device)
+        for read in reads_of(name, plan.sources[name], checkpoint, group):
+            piece = read.piece
+            region = state[name] if read.expert is None else state[name][read.expert, piece.row_start : piece.row_stop]
+            region.copy_(reader.read(read))
+    model.load_state_dict(state, strict=True, assign=True)
+
+
+def checked_plan(checkpoint: Checkpoint) -> WeightPlan:
+    """How the checkpoint fills the model; raises ValueError if it is damaged or does not fit its config."""
     if checkpoint.problems:
         raise ValueError(f"{checkpoint.folder} cannot be read: {some_of(checkpoint.problems)}")
     plan = plan_weights(checkpoint)
@@ -34,61 +61,57 @@ def load_weights(
             f"{checkpoint.folder} does not fit its config.json in {count} tensor{'s' if count > 1 else ''}: "
             f"{some_of(plan.problems)} (take config and weights from the same checkpoint)"
         )
-    targets = model.state_dict()
-    assert targets.keys() == plan.sources.keys(), f"names differ: {sorted(targets.keys() ^ plan.sources.keys())[:3]}"
-    reader = _Reader(checkpoint, torch.device(device))
-    state: dict[str, torch.Tensor] = {}
-    order = sorted(plan.sources, key=lambda name: (checkpoint.tensors[plan.sources[name][0].tensor].file, name))
-    for name in tqdm(order, desc="loading weights", unit="tensor", disable=None if progress else True):
-        target = targets[name]
-        state[name] = torch.empty(target.shape, dtype=target.dtype, device=device)
-        for piece in plan.sources[name]:
-            region = (
-                state[name] if piece.expert is None else state[name][piece.expert, piece.row_start : piece.row_stop]
-            )
-            region.copy_(reader.read(piece))
-        if name.endswith(".tid2eid"):
-            _check_expert_ids(name, state[name], checkpoint.config.n_routed_experts)
-    model.load_state_dict(state, strict=True, assign=True)
-
-
-def _check_expert_ids(name: str, table_VK: torch.Tensor, num_experts: int) -> None:
-    low, high = int(table_VK.min()), int(table_VK.max())
-    if low < 0 or high >= num_experts:
-        raise ValueError(f"{name} names experts {low} to {high}, but there are only 0 to {num_experts - 1}")
+    return plan
 
 
 class _Reader:
-    """Decodes pieces; keeps the last few shards mapped."""
+    """Decodes slices of tensors; keeps the last few shards mapped."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._open: dict[str, Any] = {}
+        self._num_bytes = 0
 
-    def read(self, piece: Piece) -> torch.Tensor:
-        """Numbers of one piece, on the device; float32 if it was quantised, else as stored."""
-        raw = self._tensor(piece.tensor, piece.source_expert)
+    def read(self, read: Read) -> torch.Tensor:
+        """Numbers of one slice, on the device; float32 if it was quantised, else as stored."""
+        piece = read.piece
+        stored = self._tensor(piece.tensor, read.weight)
+        if piece.tensor.endswith(".tid2eid"):
+            self._check_expert_ids(piece.tensor, stored)
+        raw = stored.to(self._device)
         if piece.scale is None:
             return raw
-        scale = self._tensor(piece.scale, piece.source_expert)
+        assert read.scale is not None
+        scale = self._tensor(piece.scale, read.scale)
         self._check_scale(piece.scale, scale)
         if piece.format is StorageFormat.FP4:
-            return dequantize_fp4(raw, scale)
+            return dequantize_fp4(raw, scale.to(self._device))
         assert piece.block is not None
-        return dequantize_fp8(raw, scale, piece.block)
+        return dequantize_fp8(raw, scale.to(self._device), piece.block, read.offset)
 
-    def _tensor(self, name: str, expert: int | None) -> torch.Tensor:
-        handle = self._handle(self._checkpoint.tensors[name].file)
-        tensor: torch.Tensor = handle.get_tensor(name) if expert is None else handle.get_slice(name)[expert]
-        return tensor.to(self._device)
+    def _tensor(self, name: str, region: Region) -> torch.Tensor:
+        """A region of a stored tensor, on the CPU; a leading dimension of one expert is dropped."""
+        info = self._checkpoint.tensors[name]
+        index = tuple(slice(part.start, part.stop) for part in region)
+        tensor: torch.Tensor = self._handle(info.file).get_slice(name)[index]
+        self._num_bytes += tensor.nbytes
+        return tensor[0] if tensor.dim() == 3 else tensor
 
     def _handle(self, file: str) -> Any:
+        if self._num_bytes > _MAPPED_BYTES:
+            self._open.clear()
+            self._num_bytes = 0
         if file not in self._open:
             if len(self._open) >= _MAX_OPEN_FILES:
                 del self._open[next(iter(self._open))]
             self._open[file] = safe_open(self._checkpoint.folder / file, framework="pt")
         return self._open[file]
+
+    def _check_expert_ids(self, name: str, table_VK: torch.Tensor) -> None:
+        low, high, count = int(table_VK.min()), int(table_VK.max()), self._checkpoint.config.n_routed_experts
+        if low < 0 or high >= count:
+            raise ValueError(f"{name} names experts {low} to {high}, but there are only 0 to {count - 1}")
 
     @staticmethod
     def _check_scale(name: str, scale: torch.Tensor) -> None:
