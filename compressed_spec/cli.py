@@ -1,16 +1,22 @@
-"""The command line: `compressed-spec generate | inspect`. A fault of the user's ends it with 2 and one sentence."""
+"""The command line: `compressed-spec generate | inspect`. A fault of the user's ends it with 2 and one sentence.
+
+Under torchrun the first process speaks for all, except of what happened on another one alone.
+"""
 
 import io
 import os
 import sys
 import warnings
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Annotated
 
+import torch.distributed as dist
 import tyro
 
 from compressed_spec.commands.generate import GenerateCommand
 from compressed_spec.commands.inspect import InspectCommand
+from compressed_spec.launch import Process
+from compressed_spec.parallel import PeerError
 
 PROG = "compressed-spec"
 Command = (
@@ -27,20 +33,27 @@ _PLAIN_WORDS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command; exits with 2 after a user's fault, with its sentence on stderr and no traceback."""
+    process = Process()
     try:
+        process = Process.from_environment()
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            command = _parse(argv)
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise ValueError("Several processes are not supported yet: start one.")
+            if process.is_first:
+                warnings.showwarning = _show_warning
+            else:
+                warnings.simplefilter("ignore")
+            command = _parse(argv, process)
             command.run()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has left; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, OSError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    except (ValueError, OSError, PeerError) as error:
+        own = dist.is_initialized() and not isinstance(error, PeerError)  # before that, all come to the same faults
+        if process.is_first:
+            print(f"{PROG}: {error}", file=sys.stderr)
+        elif own:
+            print(f"{PROG}: {process.name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -50,14 +63,14 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: objec
     print(f"{PROG}: warning: {message}", file=sys.stderr)
 
 
-def _parse(argv: list[str] | None) -> GenerateCommand | InspectCommand:
+def _parse(argv: list[str] | None, process: Process) -> GenerateCommand | InspectCommand:
     """tyro's reading of the arguments, its boxed explanation of a fault cut down to the fault."""
     captured = io.StringIO()
     try:
-        with redirect_stderr(captured):
+        with redirect_stderr(captured), redirect_stdout(sys.stdout if process.is_first else io.StringIO()):
             command: GenerateCommand | InspectCommand = tyro.cli(Command, prog=PROG, args=argv)
     except SystemExit as stop:
-        if stop.code == 2:
+        if stop.code == 2 and process.is_first:
             print(f"{PROG}: {_fault(captured.getvalue())} (see {PROG} --help)", file=sys.stderr)
         raise
     return command

@@ -5,6 +5,7 @@ One process without torchrun is a run too: every function here then does nothing
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from compressed_spec.parallel import ALONE, ParallelGroup, PeerError
-from compressed_spec.watch import Patience, Watch
+from compressed_spec.watch import DEFAULT_PATIENCE, Patience, Watch
 
 _STORE_TIMEOUT = timedelta(seconds=60)  # for all nodes to start
 _DOWNLOAD_TIMEOUT = timedelta(days=1)
@@ -114,7 +115,7 @@ def groups_of(world_size: int, group_size: int) -> list[range]:
 
 @contextmanager
 def join(
-    process: Process, *, device: str, group_size: int | None = None, patience: Patience | None = None
+    process: Process, *, device: str, group_size: int | None = None, patience: Patience = DEFAULT_PATIENCE
 ) -> Iterator[Run]:
     """Take part in a run: connect to its other processes, and leave together with them.
 
@@ -132,7 +133,7 @@ def join(
         rank=process.rank,
         size=process.world_size,
         loud=process.local_rank == 0,
-        patience=patience or Patience(),
+        patience=patience,
     )
     store = connect(True)
     watch.start()
@@ -141,6 +142,8 @@ def join(
         dist.all_reduce(torch.zeros(1))  # nobody leaves, and takes the store along, before the last one is done
     except BaseException as error:
         watch.stop(f"{process.name} stopped with {type(error).__name__}: {error}")
+        if isinstance(error, PeerError) and not process.is_first:
+            time.sleep(patience.grace)  # torchrun ends everybody when one ends: first let the first say why
         raise
     watch.stop()
     dist.destroy_process_group()

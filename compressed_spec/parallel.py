@@ -5,7 +5,7 @@ A `ParallelGroup` is handed to whoever needs it. For one process alone every exc
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -115,10 +115,11 @@ class ParallelGroup:
         if self.size > 1:
             self._compare(what, torch.tensor([zlib.crc32(repr(value).encode())]))
 
-    def check_same_bits(self, what: str, x: torch.Tensor) -> None:
-        """Raise PeerError on every process unless the bits of `x` add up to the same on all of them."""
+    def check_same_bits(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Raise PeerError on every process unless the bits of these tensors add up to the same on all of them."""
         if self.size > 1:
-            self._compare(what, x.contiguous().view(_INTS[x.element_size()]).sum(dtype=torch.int64).view(1))
+            sums = [x.contiguous().view(_INTS[x.element_size()]).sum(dtype=torch.int64) for x in tensors]
+            self._compare(what, torch.stack(sums).sum().view(1))
 
     def _compare(self, what: str, mine: torch.Tensor) -> None:
         sums = self.all_gather(mine).tolist()

@@ -7,6 +7,7 @@ S = places of a block, W = rows listed
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -269,7 +270,9 @@ class TargetModel(nn.Module, ABC):
             streams_TMD = self(plan, Scratch(cache))
         else:
             streams_TMD = self._go_on(cache, plan, trees, list(stopped.levels), claim)
-        self.group.check_same_bits("the streams of the last nodes", streams_TMD)
+        rows = cache.scratch_rows(len(streams_TMD))
+        # A sum over heads hides whose rows differ, so the rows are compared, and not only what comes of them.
+        self.group.check_same_bits("the state of the last nodes", chain([streams_TMD], rows))
         logits_TV = self.logits(streams_TMD) if want_logits else streams_TMD.new_empty((0, self.vocab_size))
         verify = Verification(trees=tuple(trees), rows=tuple(rows), logits=logits_TV, plan=plan, ticket=ticket)
         return verify, streams_TMD

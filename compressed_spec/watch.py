@@ -26,6 +26,9 @@ class Patience:
     grace: float = 3.0
 
 
+DEFAULT_PATIENCE = Patience()
+
+
 class Watch:
     """The thread of process `rank` of `size`. connect: opens a connection to the store for it alone.
 
