@@ -270,9 +270,9 @@ class TargetModel(nn.Module, ABC):
             streams_TMD = self(plan, Scratch(cache))
         else:
             streams_TMD = self._go_on(cache, plan, trees, list(stopped.levels), claim)
-        rows = cache.scratch_rows(len(streams_TMD))
+        written = cache.scratch_rows(len(streams_TMD))
         # A sum over heads hides whose rows differ, so the rows are compared, and not only what comes of them.
-        self.group.check_same_bits("the state of the last nodes", chain([streams_TMD], rows))
+        self.group.check_same_bits("the state of the last nodes", chain([streams_TMD], written))
         logits_TV = self.logits(streams_TMD) if want_logits else streams_TMD.new_empty((0, self.vocab_size))
         verify = Verification(trees=tuple(trees), rows=tuple(rows), logits=logits_TV, plan=plan, ticket=ticket)
         return verify, streams_TMD
