@@ -12,7 +12,8 @@ from rich.table import Table
 from compressed_spec.memory import human_bytes
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, DraftHeadKind, read_checkpoint
 from compressed_spec.models.deepseek_v4.config import AttentionKind, LayerSpec
-from compressed_spec.models.deepseek_v4.weight_plan import plan_weights
+from compressed_spec.models.deepseek_v4.weight_plan import WeightPlan, plan_weights
+from compressed_spec.needs import Needs
 
 _LABELS = {AttentionKind.SLIDING: "sliding", AttentionKind.CSA: "CSA", AttentionKind.HCA: "HCA"}
 _LONGEST_PERIOD = 4
@@ -45,6 +46,7 @@ class Inspection:
     batch_size: int
     max_length: int
     cache_bytes: int
+    needs: Needs | None
     notes: tuple[str, ...]
     problems: tuple[str, ...]
 
@@ -64,6 +66,20 @@ def inspect_checkpoint(
     cache_nbytes: bytes of a cache, from (checkpoint, batch_size, max_length).
     """
     checkpoint = read_checkpoint(path)
+    return inspect_headers(
+        checkpoint, batch_size=batch_size, max_length=max_length, cache_nbytes=cache_nbytes, needs=None
+    )
+
+
+def inspect_headers(
+    checkpoint: Checkpoint,
+    *,
+    batch_size: int,
+    max_length: int,
+    cache_nbytes: Callable[[Checkpoint, int, int], int],
+    needs: Callable[[Checkpoint, WeightPlan], Needs] | None,
+) -> Inspection:
+    """`inspect_checkpoint` of one that has been read. needs: works out what each process of a run needs."""
     config = checkpoint.config
     plan = plan_weights(checkpoint)
     dtypes = sorted({info.dtype for info in checkpoint.tensors.values()})
@@ -86,6 +102,7 @@ def inspect_checkpoint(
         batch_size=batch_size,
         max_length=max_length,
         cache_bytes=cache_nbytes(checkpoint, batch_size, max_length),
+        needs=None if needs is None or plan.problems or checkpoint.problems else needs(checkpoint, plan),
         notes=_notes(checkpoint),
         problems=(*checkpoint.problems, *plan.problems),
     )
@@ -148,4 +165,18 @@ def _rows(inspection: Inspection) -> list[tuple[str, str]]:
         for dtype, total in inspection.tensors_by_dtype.items()
     ]
     cache = f"{human_bytes(inspection.cache_bytes)} for {inspection.batch_size} x {inspection.max_length} tokens"
-    return [*rows, ("cache", cache), ("problems", str(len(inspection.problems)) if inspection.problems else "none")]
+    rows.append(("cache", cache))
+    if inspection.needs is not None:
+        rows += _needs_rows(inspection.needs)
+    return [*rows, ("problems", str(len(inspection.problems)) if inspection.problems else "none")]
+
+
+def _needs_rows(needs: Needs) -> list[tuple[str, str]]:
+    return [
+        (f"each of {needs.num_processes}", f"{human_bytes(needs.total_bytes)} of device memory"),
+        ("  reads", f"{human_bytes(needs.stored_bytes)} of the checkpoint"),
+        ("  weights", f"{human_bytes(needs.weight_bytes)} in {needs.dtype}"),
+        ("  cache", f"{human_bytes(needs.cache_bytes)}, reserved in full"),
+        ("  scratch", human_bytes(needs.scratch_bytes)),
+        ("processes", f"{', '.join(map(str, needs.possible))} can share this model"),
+    ]

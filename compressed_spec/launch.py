@@ -109,7 +109,9 @@ def groups_of(world_size: int, group_size: int) -> list[range]:
     Raises ValueError if the processes cannot be divided into such groups.
     """
     if group_size < 1 or world_size % group_size:
-        raise ValueError(f"{world_size} processes cannot be divided into groups of {group_size}: start a multiple of it.")
+        raise ValueError(
+            f"{world_size} processes cannot be divided into groups of {group_size}: start a multiple of it."
+        )
     return [range(first, first + group_size) for first in range(0, world_size, group_size)]
 
 
@@ -182,7 +184,9 @@ def _connected(process: Process, groups: list[range], store: dist.Store, device:
             torch.cuda.set_device(device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"Device {device!r} cannot be used ({reason}): start one process a GPU on each node.") from None
+        raise ValueError(
+            f"Device {device!r} cannot be used ({reason}): start one process a GPU on each node."
+        ) from None
     # Decisions and reports travel as CPU tensors, so that they never wait for a GPU.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size)

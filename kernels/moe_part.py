@@ -28,9 +28,7 @@ def some_experts(
     pair_P = ((chosen_N >= own.start) & (chosen_N < own.stop)).nonzero()[:, 0]
     output_ND = weights_N.new_zeros(len(chosen_N), x_TD.shape[1])
     if len(pair_P):
-        mine = Routing(
-            experts_TK=chosen_N[pair_P].unsqueeze(1) - own.start, weights_TK=weights_N[pair_P].unsqueeze(1)
-        )
+        mine = Routing(experts_TK=chosen_N[pair_P].unsqueeze(1) - own.start, weights_TK=weights_N[pair_P].unsqueeze(1))
         num_chosen = routing.experts_TK.shape[1]
         x_PD = x_TD[pair_P // num_chosen]
         output_ND.index_copy_(0, pair_P, routed_experts(x_PD, mine, w13_EFD, w2_EDF, limit, numerics))

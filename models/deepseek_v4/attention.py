@@ -92,9 +92,7 @@ class Compressor(nn.Module):
 class Indexer(nn.Module):
     """Scores compressed entries with small heads, this process's of which are here, and keeps the best."""
 
-    def __init__(
-        self, config: DeepseekV4Config, comp: Compression, precision: Precision, group: ParallelGroup
-    ) -> None:
+    def __init__(self, config: DeepseekV4Config, comp: Compression, precision: Precision, group: ParallelGroup) -> None:
         super().__init__()
         self.group, self.num_heads = group, group.part(config.index_n_heads)
         self.head_dim, self.topk = config.index_head_dim, config.index_topk

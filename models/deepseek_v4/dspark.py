@@ -81,9 +81,7 @@ class DSparkStage(Block):
 class DSparkHead(nn.ModuleList):
     """`mtp`: all stages, in order. Raises ValueError if the config lacks the dspark_* keys."""
 
-    def __init__(
-        self, config: DeepseekV4Config, num_stages: int, precision: Precision, group: ParallelGroup
-    ) -> None:
+    def __init__(self, config: DeepseekV4Config, num_stages: int, precision: Precision, group: ParallelGroup) -> None:
         super().__init__(
             DSparkStage(config, i, first=i == 0, last=i == num_stages - 1, precision=precision, group=group)
             for i in range(num_stages)
