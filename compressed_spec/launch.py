@@ -48,7 +48,7 @@ class Process:
             )
         except KeyError as missing:
             raise ValueError(
-                f"WORLD_SIZE is {environment['WORLD_SIZE']} but {missing} is not set: start the processes with torchrun."
+                f"WORLD_SIZE is {environment['WORLD_SIZE']} but {missing.args[0]} is not set: start the processes with torchrun."
             ) from None
         except ValueError:
             raise ValueError("RANK, WORLD_SIZE, LOCAL_RANK or GROUP_RANK is no number: use torchrun.") from None

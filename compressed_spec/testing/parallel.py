@@ -97,12 +97,18 @@ class Ended:
     err: str
 
 
-def start(argv: Sequence[str], count: int, *, environment: Mapping[str, str]) -> list[subprocess.Popen[str]]:
-    """`count` processes of one run on this machine, as torchrun would start them, but with nobody to look after them."""
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+        port: int = free.getsockname()[1]
+    return port
+
+
+def start(argv: Sequence[str], count: int, *, environment: Mapping[str, str]) -> list[subprocess.Popen[str]]:
+    """`count` processes of one run on this machine, as torchrun would start them, but with nobody to look after them."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": str(count), "GROUP_RANK": "0"}
     return [
         subprocess.Popen(
             argv,
