@@ -48,7 +48,8 @@ class Process:
             )
         except KeyError as missing:
             raise ValueError(
-                f"WORLD_SIZE is {environment['WORLD_SIZE']} but {missing.args[0]} is not set: start the processes with torchrun."
+                f"WORLD_SIZE is {environment['WORLD_SIZE']} but {missing.args[0]} is not set: start the processes with "
+                "torchrun."
             ) from None
         except ValueError:
             raise ValueError("RANK, WORLD_SIZE, LOCAL_RANK or GROUP_RANK is no number: use torchrun.") from None
@@ -170,8 +171,8 @@ def _store_address(process: Process) -> Callable[[bool], dist.Store]:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"The run's store at {host}:{port} cannot be used ({reason}): choose another --master-port, or see that "
-                "the first node can be reached."
+                f"The run's store at {host}:{port} cannot be used ({reason}): choose another --master-port, or see "
+                "that the first node can be reached."
             ) from error
 
     return connect

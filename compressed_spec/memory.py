@@ -31,14 +31,14 @@ def check_fits(what: str, num_bytes: int, device: torch.device, remedy: str) -> 
 
 def human_bytes(num_bytes: int) -> str:
     """ "3.2 GiB"."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    size = num_bytes / 1024
+    for unit in ("KiB", "MiB", "GiB"):
         if size < 1024:
-            break
+            return f"{size:.1f} {unit}"
         size /= 1024
-    else:
-        unit = "TiB"
-    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+    return f"{size:.1f} TiB"
 
 
 def _system_free() -> int | None:

@@ -23,7 +23,8 @@ def dequantize_fp8(
     rows, cols = weight_OI.shape
     (block_rows, block_cols), (row, col) = block, offset
     assert weight_OI.dtype == torch.float8_e4m3fn, f"FP8 weights are float8_e4m3fn, not {weight_OI.dtype}"
-    assert 0 <= row < block_rows and 0 <= col < block_cols, "the first block is the one that holds the first weight"
+    assert row in range(block_rows), "the first block is the one that holds the first weight"
+    assert col in range(block_cols), "the first block is the one that holds the first weight"
     assert scale_BC.shape == (-(-(row + rows) // block_rows), -(-(col + cols) // block_cols)), "one scale a block"
     out_OI = weight_OI.to(torch.float32)
     scale_BI = scale_BC.to(torch.float32).repeat_interleave(block_cols, dim=1)[:, col : col + cols]

@@ -31,16 +31,17 @@ _TREES: dict[str, dict[str, Any]] = {
     "ngram": {"drafter": "ngram"},
     "suffix": {"drafter": "suffix"},
 }
-# Drafts that are drawn from the head's law: other tokens than plain decoding's, but the same for any number of processes.
+# Drafts that are drawn from the head: not the tokens of plain decoding, but the same in any number of processes.
 _DRAWN: dict[str, dict[str, Any]] = {
     "leviathan": {"verifier": "leviathan", "tree": "s3_k1_d4"},
     "block": {"verifier": "block", "tree": "s3_k1_d4"},
     "traversal": {"verifier": "traversal", "tree": "s3_k2_d6"},
 }
-_FEW = ("greedy tree", "greedy auto", "greedy early-exit", "sampled tree", "traversal")
+_FEW = ("greedy tree", "sampled tree", "traversal")
+_ONCE = ("greedy auto", "greedy early-exit")  # whose drafts are not the head's
 
 
-def ways(*, every: bool) -> dict[str, tuple[str, dict[str, Any]]]:
+def ways(model: TargetModel, *, every: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name to (name of the plain text that it must equal, "" for its own in one process; options of `generate`).
 
     every: all of them, rather than a few that differ most.
@@ -51,7 +52,8 @@ def ways(*, every: bool) -> dict[str, tuple[str, dict[str, Any]]]:
             found[f"{text} {tree}"] = (text, options | more)
     for rule, options in _DRAWN.items():
         found[rule] = ("", options | {"temperature": 1.0, "seed": 5})
-    return found if every else {name: found[name] for name in _FEW}
+    few = _FEW if model.own_drafter == "dspark" else (*_FEW, *_ONCE)
+    return found if every else {name: found[name] for name in few}
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
@@ -106,7 +108,7 @@ def free_port() -> int:
 
 
 def start(argv: Sequence[str], count: int, *, environment: Mapping[str, str]) -> list[subprocess.Popen[str]]:
-    """`count` processes of one run on this machine, as torchrun would start them, but with nobody to look after them."""
+    """`count` processes of one run on this machine, as torchrun starts them, but with nobody to look after them."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": str(count), "GROUP_RANK": "0"}
     return [

@@ -1,5 +1,6 @@
 """Fill a model, built on the meta device, with a checkpoint's weights, one stored tensor at a time."""
 
+import math
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def load_weights(
         for read in reads_of(name, plan.sources[name], checkpoint, group):
             piece = read.piece
             region = state[name] if read.expert is None else state[name][read.expert, piece.row_start : piece.row_stop]
-            region.copy_(reader.read(read))
+            reader.read(read, region)
     model.load_state_dict(state, strict=True, assign=True)
 
 
@@ -73,22 +74,35 @@ class _Reader:
         self._open: dict[str, Any] = {}
         self._num_bytes = 0
 
-    def read(self, read: Read) -> torch.Tensor:
-        """Numbers of one slice, on the device; float32 if it was quantised, else as stored."""
+    def read(self, read: Read, target: torch.Tensor) -> None:
+        """Put the numbers of one slice where they belong."""
         piece = read.piece
-        stored = self._tensor(piece.tensor, read.weight)
-        if piece.tensor.endswith(".tid2eid"):
-            self._check_expert_ids(piece.tensor, stored)
-        raw = stored.to(self._device)
         if piece.scale is None:
-            return raw
+            self._read_plain(read, target)
+            return
         assert read.scale is not None
-        scale = self._tensor(piece.scale, read.scale)
+        raw, scale = self._tensor(piece.tensor, read.weight).to(self._device), self._tensor(piece.scale, read.scale)
         self._check_scale(piece.scale, scale)
+        scale = scale.to(self._device)
         if piece.format is StorageFormat.FP4:
-            return dequantize_fp4(raw, scale.to(self._device))
-        assert piece.block is not None
-        return dequantize_fp8(raw, scale.to(self._device), piece.block, read.offset)
+            target.copy_(dequantize_fp4(raw, scale))
+        else:
+            assert piece.block is not None
+            target.copy_(dequantize_fp8(raw, scale, piece.block, read.offset))
+
+    def _read_plain(self, read: Read, target: torch.Tensor) -> None:
+        """In parts: an embedding takes gigabytes, and nothing else of this process runs while a part is read."""
+        *lead, rows = read.weight[: -1 if len(read.weight) > 1 else None]
+        last = read.weight[-1:] if len(read.weight) > 1 else ()
+        info = self._checkpoint.tensors[read.piece.tensor]
+        row_bytes = info.nbytes * math.prod(map(len, last)) // max(math.prod(info.shape), 1)
+        step = max(_MAPPED_BYTES // max(row_bytes, 1), 1)
+        for begin in range(0, len(rows), step):
+            part = rows[begin : begin + step]
+            stored = self._tensor(read.piece.tensor, (*lead, part, *last))
+            if read.piece.tensor.endswith(".tid2eid"):
+                self._check_expert_ids(read.piece.tensor, stored)
+            target[begin : begin + step].copy_(stored.to(self._device))
 
     def _tensor(self, name: str, region: Region) -> torch.Tensor:
         """A region of a stored tensor, on the CPU; a leading dimension of one expert is dropped."""

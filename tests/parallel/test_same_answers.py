@@ -36,8 +36,8 @@ def models(folders: dict[str, Path]) -> dict[str, DeepseekV4]:
     return {head: load_model(folder, progress=False) for head, folder in folders.items()}
 
 
-def answers(folders: dict[str, Path], count: int, *, every: bool) -> dict[str, Any]:
-    argv = [sys.executable, str(WORKER), *map(str, folders.values()), *(["--every"] if every else [])]
+def answers(folders: dict[str, Path], count: int, *options: str, every: bool = False) -> dict[str, Any]:
+    argv = [sys.executable, str(WORKER), *map(str, folders.values()), *options, *(["--every"] if every else [])]
     ended = finish(
         start(argv, count, environment={"OMP_NUM_THREADS": "1"}), seconds=280 if not every and count == 2 else 800
     )
@@ -53,7 +53,7 @@ def check(folders: dict[str, Path], models: dict[str, DeepseekV4], found: dict[s
         torch.testing.assert_close(torch.tensor(mine["logits"]), logits_of(model), rtol=0, atol=1e-4)
         plain = plain_texts(model)
         assert len({json.dumps(text) for text in plain.values()}) == len(plain)
-        for name, (same_as, options) in ways(every=every).items():
+        for name, (same_as, options) in ways(model, every=every).items():
             text = mine["texts"][name]
             if isinstance(text, str):  # a combination that is refused is refused by one process, with the same words
                 with pytest.raises(ValueError) as refusal:
@@ -64,7 +64,7 @@ def check(folders: dict[str, Path], models: dict[str, DeepseekV4], found: dict[s
 
 
 def test_two_processes(folders: dict[str, Path], models: dict[str, DeepseekV4]) -> None:
-    found = answers(folders, 2, every=False)
+    found = answers(folders, 2)
     check(folders, models, found, every=False)
     own, other = found["asked"]
     assert own == 'KeyError: "a processor\'s own"'
@@ -79,3 +79,13 @@ def test_two_processes(folders: dict[str, Path], models: dict[str, DeepseekV4]) 
 @pytest.mark.parametrize(("count", "every"), [(2, True), (4, False)], ids=["two-all-ways", "four"])
 def test_more(folders: dict[str, Path], models: dict[str, DeepseekV4], count: int, every: bool) -> None:
     check(folders, models, answers(folders, count, every=every), every=every)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_groups_of_two(folders: dict[str, Path], models: dict[str, DeepseekV4]) -> None:
+    """Each group is a model of its own; both answer alike."""
+    found = answers(folders, 4, "--group-size", "2")
+    check(folders, models, found, every=False)
+    assert [(replica, rank) for replica, rank, _ in found["replicas"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({texts for _, _, texts in found["replicas"]}) == 1
