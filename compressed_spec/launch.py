@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from compressed_spec.parallel import ALONE, ParallelGroup, PeerError
 from compressed_spec.watch import DEFAULT_PATIENCE, Patience, Watch
@@ -82,7 +83,7 @@ class Run:
     group: ParallelGroup = ALONE
     replica: int = 0
     num_replicas: int = 1
-    store: dist.Store | None = None
+    store: Store | None = None
 
     def once_per_node(self, action: Callable[[], str]) -> str:
         """What `action` returns on the first process of each node. If it raises there, the node's others do too."""
@@ -132,7 +133,7 @@ def join(
         return
     connect = _store_address(process)
     watch = Watch(
-        lambda: dist.PrefixStore("watch", connect(False)),
+        lambda: PrefixStore("watch", connect(False)),
         rank=process.rank,
         size=process.world_size,
         loud=process.local_rank == 0,
@@ -141,7 +142,7 @@ def join(
     store = connect(True)
     watch.start()
     try:
-        yield _connected(process, groups, dist.PrefixStore("run", store), device)
+        yield _connected(process, groups, PrefixStore("run", store), device)
         dist.all_reduce(torch.zeros(1))  # nobody leaves, and takes the store along, before the last one is done
     except BaseException as error:
         watch.stop(f"{process.name} stopped with {type(error).__name__}: {error}")
@@ -152,16 +153,16 @@ def join(
     dist.destroy_process_group()
 
 
-def _store_address(process: Process) -> Callable[[bool], dist.Store]:
+def _store_address(process: Process) -> Callable[[bool], Store]:
     """Opens connections to the run's store, kept by torchrun, or else by the first process from its first one on."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise ValueError("MASTER_ADDR or MASTER_PORT is not set: start the processes with torchrun.")
     kept_by_us = process.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
-    def connect(may_keep: bool) -> dist.Store:
+    def connect(may_keep: bool) -> Store:
         try:
-            return dist.TCPStore(
+            return TCPStore(
                 host,
                 int(port),
                 is_master=kept_by_us and may_keep,
@@ -178,7 +179,7 @@ def _store_address(process: Process) -> Callable[[bool], dist.Store]:
     return connect
 
 
-def _connected(process: Process, groups: list[range], store: dist.Store, device: str) -> Run:
+def _connected(process: Process, groups: list[range], store: Store, device: str) -> Run:
     cuda = torch.device(device).type == "cuda"
     try:
         if cuda:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ class ParallelGroup:
             made, fault = self._broadcast(None)
             if fault is not None:
                 raise PeerError(fault)
-            return made  # type: ignore[no-any-return]
+            return cast(T, made)
         try:
             value = make()
         except BaseException as error:

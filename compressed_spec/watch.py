@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
-FAULT, DONE = "fault", b"done"
+FAULT, DONE = "fault", "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Watch:
 
     def __init__(
         self,
-        connect: Callable[[], dist.Store],
+        connect: Callable[[], Store],
         *,
         rank: int,
         size: int,
@@ -47,7 +47,7 @@ class Watch:
     ) -> None:
         self._connect, self._rank, self._size, self._loud = connect, rank, size, loud
         self._patience, self._end = patience, end
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -80,7 +80,7 @@ class Watch:
                     self._give_up(store.get(FAULT).decode())
                     return
                 beat = store.get(_beat(peer)) if store.check([_beat(peer)]) else b""
-                if beat != last or beat == DONE:
+                if beat != last or beat == DONE.encode():
                     heard, last = time.monotonic(), beat
                 elif time.monotonic() - heard > self._patience.silence:
                     fault = f"rank {peer} has not been heard of for {self._patience.silence:.0f} s"

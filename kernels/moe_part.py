@@ -32,5 +32,5 @@ def some_experts(
         num_chosen = routing.experts_TK.shape[1]
         x_PD = x_TD[pair_P // num_chosen]
         output_ND.index_copy_(0, pair_P, routed_experts(x_PD, mine, w13_EFD, w2_EDF, limit, numerics))
-    by_choice_TKD = output_ND.unflatten(0, routing.experts_TK.shape)
-    return by_choice_TKD.sum(dim=1)
+    total_TD: torch.Tensor = output_ND.unflatten(0, routing.experts_TK.shape).sum(dim=1)
+    return total_TD

@@ -7,7 +7,7 @@ from contextlib import redirect_stderr
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from compressed_spec.launch import Process, Run, groups_of, join
 from compressed_spec.parallel import ALONE, ParallelGroup
@@ -96,7 +96,7 @@ class Ends:
         self.codes.append(code)
 
 
-def watching(store: dist.Store, rank: int, ends: Ends) -> Watch:
+def watching(store: Store, rank: int, ends: Ends) -> Watch:
     return Watch(lambda: store, rank=rank, size=2, loud=True, patience=QUICK, end=ends)
 
 
@@ -108,7 +108,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_a_fault_ends_the_others_with_its_words() -> None:
-    store, ends = dist.HashStore(), (Ends(), Ends())
+    store, ends = HashStore(), (Ends(), Ends())
     watches = [watching(store, rank, ends[rank]) for rank in range(2)]
     with redirect_stderr(said := io.StringIO()):
         for watch in watches:
@@ -122,7 +122,7 @@ def test_a_fault_ends_the_others_with_its_words() -> None:
 
 
 def test_the_first_fault_is_the_cause() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     watches = [watching(store, rank, Ends()) for rank in range(2)]
     for watch in watches:
         watch.start()
@@ -132,7 +132,7 @@ def test_the_first_fault_is_the_cause() -> None:
 
 
 def test_silence_ends_the_others() -> None:
-    store, ends = dist.HashStore(), Ends()
+    store, ends = HashStore(), Ends()
     watch = watching(store, 0, ends)
     with redirect_stderr(said := io.StringIO()):
         watch.start()
@@ -142,7 +142,7 @@ def test_silence_ends_the_others() -> None:
 
 
 def test_who_is_done_may_be_silent() -> None:
-    store, ends = dist.HashStore(), Ends()
+    store, ends = HashStore(), Ends()
     watches = [watching(store, rank, ends) for rank in range(2)]
     for watch in watches:
         watch.start()
@@ -153,7 +153,7 @@ def test_who_is_done_may_be_silent() -> None:
 
 
 def test_a_store_that_is_gone_ends_everybody() -> None:
-    class Gone(dist.HashStore):  # type: ignore[misc]
+    class Gone(HashStore):
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("broken pipe")
 

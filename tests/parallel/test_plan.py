@@ -6,6 +6,7 @@ from collections import Counter
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,7 +134,12 @@ def shapes_of(checkpoint: Checkpoint, group: ParallelGroup) -> dict[str, tuple[i
 @pytest.mark.parametrize("head", list(DraftHeadKind))
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_model_s_part_has_the_shapes_of_the_table(head: DraftHeadKind, size: int) -> None:
-    more = {"dspark_block_size": 4, "dspark_noise_token_id": 2, "dspark_target_layer_ids": [0], "dspark_markov_rank": 8}
+    more: dict[str, Any] = {
+        "dspark_block_size": 4,
+        "dspark_noise_token_id": 2,
+        "dspark_target_layer_ids": [0],
+        "dspark_markov_rank": 8,
+    }
     config = parse_config(tiny_config(**(more if head is DraftHeadKind.DSPARK else {})))
     group = ParallelGroup(rank=size - 1, size=size)
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from compressed_spec.testing.parallel import finish, logits_of, plain_texts, sta
 
 WORKER = Path(__file__).parent / "worker.py"
 # Of 2 and of 4 parts most begin inside a 128-row scale block: wq_b has 192 rows, wo_a and wo_b's columns 384.
-ODD = {
+ODD: dict[str, Any] = {
     "head_dim": 48,
     "o_lora_rank": 96,
     "o_groups": 4,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import compressed_spec.models.deepseek_v4.weights as weights
@@ -99,7 +100,7 @@ def test_only_own_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             self._file = real(path, **options)
 
         def get_slice(self, name: str) -> Any:
-            file = self._file
+            file: Any = self._file
 
             class Slice:
                 def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
@@ -109,7 +110,7 @@ def test_only_own_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
             return Slice()
 
-    real = weights.safe_open
+    real: Any = safe_open
     monkeypatch.setattr(weights, "safe_open", Counting)
     for rank in range(4):
         num_read.clear()

@@ -60,7 +60,7 @@ def asked_once(model: Any) -> list[str]:
         generate(model, [[3, 4]], max_new_tokens=3, logits_processor=failing)
     except (KeyError, PeerError) as error:
         mine = f"{type(error).__name__}: {error}"
-    return model.group.decide(lambda: [mine]) + [text for text in gathered(model, mine) if text != mine]
+    return [mine, *(text for text in gathered(model, mine) if text != mine)]
 
 
 def gathered(model: Any, text: str) -> list[str]:
