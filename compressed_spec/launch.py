@@ -85,11 +85,15 @@ class Run:
     num_replicas: int = 1
     store: Store | None = None
 
-    def once_per_node(self, action: Callable[[], str]) -> str:
-        """What `action` returns on the first process of each node. If it raises there, the node's others do too."""
+    def once_per_node(self, what: str, action: Callable[[], str]) -> str:
+        """What `action` returns on the first process of each node, such as the folder of a download.
+
+        what: names the action, differently for each in a run. If it raises ValueError there, the node's other processes
+        raise PeerError.
+        """
         if self.store is None:
             return action()
-        key = f"once/{self.process.node}"
+        key = f"once/{self.process.node}/{what}"
         if self.process.local_rank == 0:
             try:
                 result = action()

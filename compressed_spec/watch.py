@@ -72,17 +72,19 @@ class Watch:
         store, peer, heard, last = self._store, (self._rank + 1) % self._size, time.monotonic(), b""
         assert store is not None
         try:
-            count = 0
+            count, turn = 0, heard
             while not self._stopped.wait(self._patience.beat):
-                count += 1
+                count, before, turn = count + 1, turn, time.monotonic()
+                if turn - before > self._patience.silence / 2:
+                    heard = turn  # this process was asleep itself, as after ctrl-Z, and cannot tell
                 store.set(_beat(self._rank), str(count))
                 if store.check([FAULT]):
                     self._give_up(store.get(FAULT).decode())
                     return
                 beat = store.get(_beat(peer)) if store.check([_beat(peer)]) else b""
                 if beat != last or beat == DONE.encode():
-                    heard, last = time.monotonic(), beat
-                elif time.monotonic() - heard > self._patience.silence:
+                    heard, last = turn, beat
+                elif turn - heard > self._patience.silence:
                     fault = f"rank {peer} has not been heard of for {self._patience.silence:.0f} s"
                     store.compare_set(FAULT, "", fault)
                     self._give_up(fault)

@@ -104,7 +104,7 @@ class GenerateCommand:
         )
         with run.group.together():
             # First the checkpoint: the tokenizer's reader stumbles over a bad config.json, and blames its own files.
-            folder = run.once_per_node(lambda: str(open_checkpoint(checkpoint_folder(self.model)).folder))
+            folder = run.once_per_node(self.model, lambda: str(open_checkpoint(checkpoint_folder(self.model)).folder))
             tokenizer = load_tokenizer(folder)
             texts = TextDecoder(tokenizer, len(prompts), self.stop)
             prompts_ids = [self._encode(tokenizer, prompt) for prompt in prompts]

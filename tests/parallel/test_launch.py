@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from compressed_spec.launch import Process, Run, groups_of, join
-from compressed_spec.parallel import ALONE, ParallelGroup
+from compressed_spec.parallel import ALONE, ParallelGroup, PeerError
 from compressed_spec.watch import Patience, Watch
 
 QUICK = Patience(beat=0.02, silence=0.3, grace=0.05)
@@ -24,7 +24,7 @@ def test_one_process_alone() -> None:
     with join(Process(), device="cpu") as run:
         assert run == Run(process=Process())
         assert (run.group, run.num_replicas) == (ALONE, 1)
-        assert run.once_per_node(lambda: "here") == "here"
+        assert run.once_per_node("it", lambda: "here") == "here"
 
 
 def test_a_process_of_several() -> None:
@@ -49,6 +49,30 @@ def test_a_process_of_several() -> None:
 def test_T36_an_environment_that_makes_no_sense(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Process.from_environment(environment)
+
+
+def test_once_per_node() -> None:
+    """Of two processes on a node one acts, and the other has what it found, or its fault; another node acts itself."""
+    store, done = HashStore(), []
+
+    def download(folder: str) -> str:
+        done.append(folder)
+        if folder == "nowhere":
+            raise ValueError("no such repo")
+        return folder
+
+    first, second, elsewhere = (
+        Run(process=Process(rank=rank, world_size=3, local_rank=rank % 2, node=rank // 2), store=store)
+        for rank in range(3)
+    )
+    assert first.once_per_node("model", lambda: download("a")) == "a"
+    assert second.once_per_node("model", lambda: download("b")) == "a"
+    assert elsewhere.once_per_node("model", lambda: download("c")) == "c"
+    with pytest.raises(ValueError, match="no such repo"):
+        first.once_per_node("other", lambda: download("nowhere"))
+    with pytest.raises(PeerError, match="no such repo"):
+        second.once_per_node("other", lambda: download("d"))
+    assert done == ["a", "c", "nowhere"]
 
 
 def test_groups_are_neighbours() -> None:
@@ -139,6 +163,20 @@ def test_silence_ends_the_others() -> None:
         until(lambda: ends.codes)
     assert ends.codes == [1]
     assert "rank 1 has not been heard of for 0 s" in said.getvalue()
+
+
+def test_a_process_that_was_asleep_itself_blames_nobody() -> None:
+    class Slow(HashStore):
+        def set(self, key: str, value: str) -> None:
+            time.sleep(QUICK.silence)
+            super().set(key, value)
+
+    ends = Ends()
+    watch = watching(Slow(), 0, ends)
+    watch.start()
+    time.sleep(4 * QUICK.silence)
+    watch.stop()
+    assert ends.codes == []
 
 
 def test_who_is_done_may_be_silent() -> None:
