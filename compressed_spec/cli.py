@@ -1,13 +1,11 @@
-"""The command line: `compressed-spec generate | inspect`. A fault of the user's ends it with 2 and one sentence.
-
-Under torchrun the first process speaks for all, except of what happened on another one alone.
-"""
+"""The command line: `compressed-spec generate | inspect`. A fault of the user's ends it with 2 and one sentence."""
 
 import io
 import os
 import sys
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Annotated
 
 import torch.distributed as dist
@@ -32,7 +30,10 @@ _PLAIN_WORDS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command; exits with 2 after a user's fault, with its sentence on stderr and no traceback."""
+    """Run a command; exits with 2 after a user's fault, with its sentence on stderr and no traceback.
+
+    Under torchrun the first process speaks for all, except of what happened on another one alone.
+    """
     process = Process()
     try:
         process = Process.from_environment()
@@ -41,7 +42,8 @@ def main(argv: list[str] | None = None) -> None:
                 warnings.showwarning = _show_warning
             else:
                 warnings.simplefilter("ignore")
-            command = _parse(argv, process)
+            with _quiet_unless(process.is_first):
+                command = _parse(argv)
             command.run()
         sys.stdout.flush()
     except BrokenPipeError:
@@ -49,28 +51,36 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, OSError, PeerError) as error:
-        own = dist.is_initialized() and not isinstance(error, PeerError)  # before that, all come to the same faults
         if process.is_first:
             print(f"{PROG}: {error}", file=sys.stderr)
-        elif own:
+        elif dist.is_initialized() and not isinstance(error, PeerError):  # before that, all come to the same faults
             print(f"{PROG}: {process.name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+@contextmanager
+def _quiet_unless(speaks: bool) -> Iterator[None]:
+    if speaks:
+        yield
+    else:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+
+
 def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
     print(f"{PROG}: warning: {message}", file=sys.stderr)
 
 
-def _parse(argv: list[str] | None, process: Process) -> GenerateCommand | InspectCommand:
+def _parse(argv: list[str] | None) -> GenerateCommand | InspectCommand:
     """tyro's reading of the arguments, its boxed explanation of a fault cut down to the fault."""
     captured = io.StringIO()
     try:
-        with redirect_stderr(captured), redirect_stdout(sys.stdout if process.is_first else io.StringIO()):
+        with redirect_stderr(captured):
             command: GenerateCommand | InspectCommand = tyro.cli(Command, prog=PROG, args=argv)
     except SystemExit as stop:
-        if stop.code == 2 and process.is_first:
+        if stop.code == 2:
             print(f"{PROG}: {_fault(captured.getvalue())} (see {PROG} --help)", file=sys.stderr)
         raise
     return command

@@ -15,11 +15,13 @@ from compressed_spec.chat import render_chat
 from compressed_spec.decode import Decoder
 from compressed_spec.generate import Usage, make_decoder, make_requests
 from compressed_spec.launch import Process, Run, join
+from compressed_spec.layout import CacheShape
 from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.load import checkpoint_folder, load_model
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.shaping import parse_shape
 from compressed_spec.stats import RequestStats
+from compressed_spec.target import DEFAULT_CHUNK
 from compressed_spec.text import TextChunk, TextDecoder, load_tokenizer
 
 STDIN = "-"
@@ -114,6 +116,7 @@ class GenerateCommand:
             dtype=self.dtype,
             progress=run.process.is_first,
             group=run.group,
+            room_for=self._smallest_cache(prompts_ids),
         )
         requests = make_requests(
             model,
@@ -138,6 +141,17 @@ class GenerateCommand:
                 print(chunk.text, end="", flush=True)
         if run.process.is_first:
             self._print(decoder, outputs)
+
+    def _smallest_cache(self, prompts_ids: Sequence[Sequence[int]]) -> CacheShape:
+        """What is needed whatever the tree; options that make no sense are refused when the real one is made."""
+        rows = max(min(self.batch_size, len(prompts_ids)), 1)
+        return CacheShape(
+            batch_size=rows,
+            max_length=max(max(map(len, prompts_ids)) + self.max_new_tokens - 1, 1),
+            max_nodes=rows,
+            prefill_chunk=DEFAULT_CHUNK,
+            max_draft_nodes=rows,
+        )
 
     def _print(self, decoder: Decoder, outputs: Sequence["_Output"]) -> None:
         if self.stream:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from compressed_spec.kernels.numerics import numerics_named
+from compressed_spec.layout import CacheShape
 from compressed_spec.memory import check_fits
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, open_checkpoint
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
@@ -24,6 +25,7 @@ def load_model(
     numerics: str = "fast",
     progress: bool = True,
     group: ParallelGroup = ALONE,
+    room_for: CacheShape | None = None,
 ) -> DeepseekV4:
     """Load a DeepSeek-V4 checkpoint: a local folder, a hub id, or "demo" for the bundled one. Needs no tokenizer.
 
@@ -32,9 +34,9 @@ def load_model(
     numerics: "fast", or "invariant" for tokens, logits and state that are bit for bit the same with speculation or
     without, in any tree, batch and prefill chunk, on a CPU with a fixed number of threads, in one process.
     group: the processes that share the model (see `launch.join`); each calls this with the same arguments but for its
-    own device, and gets its part.
+    own device, and gets its part. room_for: a cache that shall fit beside the weights.
     Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint, and, before
-    anything is read, for weights that do not fit the device.
+    any weight is read, for what does not fit the device.
     """
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}.")
@@ -47,8 +49,7 @@ def load_model(
         _check_device(device)
         checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
         model = empty_model(checkpoint, dtype=DTYPES[dtype], numerics=numerics, group=group)
-        num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-        check_fits("A model", num_bytes, torch.device(device), "take a narrower dtype or more processes")
+        _check_fits(model, room_for, torch.device(device))
     group.check_same("the checkpoint", (checkpoint.config, checkpoint.draft_head, checkpoint.tensors, dtype))
     with group.together():
         load_weights(model, checkpoint, device=torch.device(device), progress=progress, group=group)
@@ -68,6 +69,14 @@ def empty_model(
             numerics=numerics,
             group=group,
         )
+
+
+def _check_fits(model: DeepseekV4, room_for: CacheShape | None, device: torch.device) -> None:
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    check_fits("A model", weights, device, "take a narrower dtype or more processes")
+    if room_for is not None:
+        cache = room_for.nbytes(model.state_spec())
+        check_fits("A model with its cache", weights + cache, device, "take fewer sequences or shorter ones")
 
 
 def _check_device(device: str | torch.device) -> None:

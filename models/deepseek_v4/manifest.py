@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from compressed_spec.kernels.dequantize import FP4_GROUP
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, detect_draft_head, detect_layout
@@ -54,10 +53,9 @@ def read_manifest(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def described_checkpoint(config_path: Path, manifest_path: Path | None, expert_dtype: str | None = None) -> Checkpoint:
+def described_checkpoint(config_path: Path, manifest_path: Path | None) -> Checkpoint:
     """A checkpoint of which only the config and the list of tensors are here; without a list, as upstream stores it.
 
-    expert_dtype: "fp4" or "fp8" instead of what the config says ("fp4" if it is silent), where there is no list.
     Raises ValueError for files that cannot be read, or a config that cannot be run.
     """
     raw = read_json_object(config_path)
@@ -67,7 +65,7 @@ def described_checkpoint(config_path: Path, manifest_path: Path | None, expert_d
     else:
         kind = DraftHeadKind.DSPARK if config.dspark is not None else DraftHeadKind.MTP
         head = kind if config.num_nextn_predict_layers else DraftHeadKind.NONE
-        tensors = stored_tensors(config, head, experts=expert_dtype or str(raw.get("expert_dtype", "fp4")))
+        tensors = stored_tensors(config, head, experts=str(raw.get("expert_dtype", "fp4")))
     return Checkpoint(
         folder=(manifest_path or config_path).parent,
         config=config,
@@ -86,7 +84,6 @@ def stored_tensors(
     *,
     experts: str,
     num_draft_layers: int = 3,
-    scales: Literal["F8_E8M0", "F32"] | None = None,
 ) -> dict[str, TensorInfo]:
     """The tensors of an upstream checkpoint of this configuration, sorted by name.
 
@@ -95,7 +92,7 @@ def stored_tensors(
     """
     if experts not in ("fp4", "fp8"):
         raise ValueError(f"expert_dtype is {experts!r}: upstream checkpoints have 'fp4' or 'fp8'")
-    scale_dtype = scales or ("F8_E8M0" if experts == "fp4" else "F32")
+    scale_dtype = "F8_E8M0" if experts == "fp4" else "F32"
     tensors: dict[str, TensorInfo] = {}
     for name, shape in expected_parameters(config, draft_head, num_draft_layers).items():
         if name.endswith((".experts.w13", ".experts.w2")):

@@ -80,15 +80,20 @@ class _Reader:
         if piece.scale is None:
             self._read_plain(read, target)
             return
-        assert read.scale is not None
-        raw, scale = self._tensor(piece.tensor, read.weight).to(self._device), self._tensor(piece.scale, read.scale)
-        self._check_scale(piece.scale, scale)
-        scale = scale.to(self._device)
+        codes, scale = self.raw(read)
         if piece.format is StorageFormat.FP4:
-            target.copy_(dequantize_fp4(raw, scale))
+            target.copy_(dequantize_fp4(codes, scale))
         else:
             assert piece.block is not None
-            target.copy_(dequantize_fp8(raw, scale, piece.block, read.offset))
+            target.copy_(dequantize_fp8(codes, scale, piece.block, read.offset))
+
+    def raw(self, read: Read) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of a slice that is quantised, as stored, on the device."""
+        assert read.piece.scale is not None, f"{read.piece.tensor} is not quantised"
+        assert read.scale is not None
+        scale = self._tensor(read.piece.scale, read.scale)
+        self._check_scale(read.piece.scale, scale)
+        return self._tensor(read.piece.tensor, read.weight).to(self._device), scale.to(self._device)
 
     def _read_plain(self, read: Read, target: torch.Tensor) -> None:
         """In parts: an embedding takes gigabytes, and nothing else of this process runs while a part is read."""

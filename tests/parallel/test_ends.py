@@ -125,6 +125,14 @@ def test_torchrun_is_asked_to_end(folder: Path) -> None:
     assert_gone(workers)
 
 
+def test_workers_whose_torchrun_is_killed(folder: Path) -> None:
+    run = popen([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ENDLESS, str(folder)])
+    workers = pids([run], 2)
+    run.kill()
+    assert "the process that keeps the run together is gone" in ended(run).err
+    assert_gone(workers)
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with closing(socket.socket()) as taken:

@@ -11,6 +11,7 @@ import torch
 
 import compressed_spec.memory as memory
 from compressed_spec import load_model
+from compressed_spec.layout import CacheShape
 from compressed_spec.memory import check_fits, human_bytes
 from compressed_spec.models.deepseek_v4.config import parse_config
 from compressed_spec.models.deepseek_v4.manifest import stored_tensors
@@ -21,7 +22,7 @@ from compressed_spec.testing.sparse import write_sparse_checkpoint
 
 DATA = Path(__file__).parents[1] / "data"
 SCRIPT = Path(__file__).parent / "load_part.py"
-MEDIUM = {
+MEDIUM: dict[str, Any] = {
     "hidden_size": 1024,
     "vocab_size": 65536,
     "moe_intermediate_size": 512,
@@ -29,6 +30,7 @@ MEDIUM = {
     "num_hidden_layers": 2,
     "compress_ratios": [0, 4, 0],
 }
+SHALLOW: dict[str, Any] = {"num_hidden_layers": 2, "compress_ratios": [0, 4, 0], "n_routed_experts": 8}
 needs_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 
 
@@ -40,9 +42,10 @@ def load_part(folder: Path, *options: str) -> dict[str, Any]:
     return measured
 
 
-def sparse(folder: Path, **overrides: object) -> Path:
+def sparse(folder: Path, *, experts: str = "fp4", **overrides: object) -> Path:
+    """A checkpoint of holes. With FP8 experts scales are F32, and every one of them reads as zero."""
     raw = json.loads((DATA / "configs" / "v4_flash.json").read_text()) | overrides
-    return write_sparse_checkpoint(folder, raw, stored_tensors(parse_config(raw), DraftHeadKind.MTP, experts="fp4"))
+    return write_sparse_checkpoint(folder, raw, stored_tensors(parse_config(raw), DraftHeadKind.MTP, experts=experts))
 
 
 @needs_linux
@@ -75,6 +78,20 @@ def test_T36_weights_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ValueError, match=r"A model of .* does not fit into the 1000 B that are free in the memory of 'cpu'"
     ):
         load_model(folder, progress=False)
+
+
+def test_T36_a_cache_that_would_not_fit_beside_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before any weight is read: a broken scale is only found if there is room."""
+    folder = sparse(tmp_path, experts="fp8", hidden_size=128, moe_intermediate_size=128, vocab_size=256, **SHALLOW)
+    monkeypatch.setattr(memory, "_system_free", lambda: 1 << 30)
+    small, large = (
+        CacheShape(batch_size=1, max_length=length, max_nodes=1, prefill_chunk=1, max_draft_nodes=1)
+        for length in (64, 1 << 20)
+    )
+    with pytest.raises(ValueError, match=r"A model with its cache of .* does not fit .*: take fewer sequences"):
+        load_model(folder, progress=False, room_for=large)
+    with pytest.raises(ValueError, match="holds a scale that is not"):
+        load_model(folder, progress=False, room_for=small)
 
 
 def test_T36_a_cache_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

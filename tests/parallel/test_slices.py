@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import compressed_spec.models.deepseek_v4.weights as weights
+from compressed_spec import load_model
 from compressed_spec.kernels.dequantize import dequantize_fp8
 from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.load import empty_model
@@ -154,3 +155,8 @@ def test_a_dry_run_reads_and_keeps_nothing(tmp_path: Path) -> None:
     model = empty_model(checkpoint, dtype=torch.float32, group=group)
     weights.load_weights(model, checkpoint, device="meta", progress=False, group=group)
     assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_T36_invariant_numerics_hold_in_one_process(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Invariant numerics hold in one process only"):
+        load_model(tmp_path, numerics="invariant", group=ParallelGroup(size=2))
