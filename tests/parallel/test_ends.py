@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -158,6 +158,25 @@ def test_a_port_that_is_in_use_without_torchrun(folder: Path, taken_port: int, m
     (line,) = [line for line in one.err.splitlines() if line.startswith("compressed-spec: ")]
     assert f"The run's store at 127.0.0.1:{taken_port} cannot be used" in line
     assert "choose another --master-port" in line
+
+
+def test_one_progress_bar(folder: Path) -> None:
+    """On a terminal, which both processes write to, the first alone shows how far loading is."""
+    ours, theirs = os.openpty()
+    argv = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "compressed_spec", "generate", str(folder)]
+    run = subprocess.Popen(
+        [*argv, "--prompt", "a", "--max-new-tokens", "2"],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    said = b""
+    with open(ours, "rb", buffering=0) as terminal, suppress(OSError):  # Linux's way to say that all writers are gone
+        while part := terminal.read(4096):
+            said += part
+    assert run.wait(timeout=SECONDS) == 0
+    assert said.count(b"loading weights:   0%") == 1
 
 
 def two_nodes(folders: Sequence[Path], *options: str) -> list[subprocess.Popen[str]]:
