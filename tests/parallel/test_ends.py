@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -163,6 +164,7 @@ def test_a_port_that_is_in_use_without_torchrun(folder: Path, taken_port: int, m
 def test_one_progress_bar(folder: Path) -> None:
     """On a terminal, which both processes write to, the first alone shows how far loading is."""
     ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
     argv = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "compressed_spec", "generate", str(folder)]
     run = subprocess.Popen(
         [*argv, "--prompt", "a", "--max-new-tokens", "2"],
