@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 DATA = Path(__file__).parents[1] / "data"
-FLASH = ("--config", DATA / "configs" / "v4_flash.json", "--manifest", DATA / "manifests" / "v4_flash.tsv.gz")
+FLASH = ("--config", DATA / "configs" / "v4_flash.json", "--manifest", DATA / "tensor_lists" / "v4_flash.tsv.gz")
 SEQUENCES = ("--batch-size", 64, "--context", 131072, "--dtype", "bfloat16")
 
 

@@ -30,7 +30,7 @@ GIB = 2**30
 
 @cache
 def described(name: str) -> tuple[Checkpoint, WeightPlan]:
-    manifest = DATA / "manifests" / f"{name}.tsv.gz"
+    manifest = DATA / "tensor_lists" / f"{name}.tsv.gz"
     found = described_checkpoint(DATA / "configs" / f"{name}.json", manifest if manifest.exists() else None)
     return found, plan_weights(found)
 
