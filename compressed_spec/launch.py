@@ -125,7 +125,7 @@ def groups_of(world_size: int, group_size: int) -> list[range]:
 def join(
     process: Process, *, device: str, group_size: int | None = None, patience: Patience = DEFAULT_PATIENCE
 ) -> Iterator[Run]:
-    """Take part in a run: connect to its other processes, and leave together with them.
+    """Take part in a run, once in a process: connect to its other processes, and leave together with them.
 
     device: where tensors that are exchanged lie; "cuda:0" and the like need NCCL. group_size: processes that share a
     model, all of them by default. Inside, a failure of any process ends every other one within half a minute, with the
@@ -184,11 +184,12 @@ def _store_address(process: Process) -> Callable[[bool], Store]:
 
 
 def _connected(process: Process, groups: list[range], store: Store, device: str) -> Run:
-    cuda = torch.device(device).type == "cuda"
     try:
+        torch.empty(0, device=device)
+        cuda = torch.device(device).type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(
             f"Device {device!r} cannot be used ({reason}): start one process a GPU on each node."

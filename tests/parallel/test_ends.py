@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from compressed_spec.models.deepseek_v4.tiny import make_tiny_checkpoint
 from compressed_spec.testing.parallel import Ended, finish, free_port, start
@@ -224,6 +225,15 @@ def test_nodes_with_different_checkpoints(folder: Path, tmp_path: Path) -> None:
     assert first.code != 0
     assert second.code != 0
     assert "The processes disagree about the checkpoint: 1 of 2 differ" in first.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_devices_that_are_not_there(folder: Path) -> None:
+    argv = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "compressed_spec", "generate", str(folder)]
+    (one,) = finish([popen([*argv, "--prompt", "a", "--device", "cuda"])], seconds=60)
+    assert one.code != 0
+    assert "Device 'cuda:" in one.err
+    assert "start one process a GPU on each node" in one.err
 
 
 def test_a_number_of_processes_that_does_not_divide(folder: Path) -> None:
