@@ -18,7 +18,7 @@ def main() -> None:
     with join(process, device="cpu") as run:
         model = load_model(args.folder, group=run.group, progress=False)
         generate(model, [[3, 4, 5]], max_new_tokens=4)
-        print(f"pid {os.getpid()}", flush=True)
+        os.write(1, f"pid {os.getpid()}\n".encode())  # at once: the others write there too
         if process.rank == args.raising_rank:
             calls = itertools.count()
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +31,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), compress_ratios=(0, 4))
 
 
+Started = list[subprocess.Popen[str]]
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """Every process that a test starts, for a failed one to leave none behind."""
+    found: Started = []
+
+    class Known(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options | {"start_new_session": True})
+            found.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Known)
+    yield found
+    for process in found:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def popen(argv: Sequence[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    return subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def pids(runs: Sequence[subprocess.Popen[str]], count: int) -> list[int]:
@@ -167,12 +186,7 @@ def test_one_progress_bar(folder: Path) -> None:
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
     argv = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "compressed_spec", "generate", str(folder)]
-    run = subprocess.Popen(
-        [*argv, "--prompt", "a", "--max-new-tokens", "2"],
-        stdout=subprocess.DEVNULL,
-        stderr=theirs,
-        start_new_session=True,
-    )
+    run = subprocess.Popen([*argv, "--prompt", "a", "--max-new-tokens", "2"], stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
     said = b""
     with open(ours, "rb", buffering=0) as terminal, suppress(OSError):  # Linux's way to say that all writers are gone
