@@ -22,7 +22,7 @@ class Patience:
     """Seconds: between two beats; without a beat until a process counts as gone; for a failing one to say why."""
 
     beat: float = 1.0
-    silence: float = 20.0
+    silence: float = 15.0
     grace: float = 3.0
 
 

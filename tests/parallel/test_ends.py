@@ -116,7 +116,7 @@ def test_a_process_that_falls_silent(folder: Path) -> None:
         runs[1].kill()
         runs[1].communicate()
     assert first.code == 1
-    assert "rank 0 ends because of another process: rank 1 has not been heard of for 20 s" in first.err
+    assert "rank 0 ends because of another process: rank 1 has not been heard of for 15 s" in first.err
 
 
 @pytest.mark.parametrize("rank", [0, 1])
