@@ -4,7 +4,7 @@ L = layers, R = rows, D = row width
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,6 +142,12 @@ class Cache:
     def num_persistent(self, pool: str) -> int:
         """Persistent rows of a pool; its scratch rows follow them."""
         return self.shape.batch_size * self._specs[pool].per_sequence
+
+    def scratch_rows(self, count: int) -> Iterator[torch.Tensor]:
+        """The first `count` scratch rows of each pool."""
+        for name, rows_LRD in self.pools.items():
+            first = self.num_persistent(name)
+            yield rows_LRD[:, first : first + count]
 
     def check_rows(self, rows: Sequence[int], *, whole: bool = True) -> None:
         """Raise ValueError unless `rows` are different rows of this cache, and undamaged if `whole`."""

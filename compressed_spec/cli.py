@@ -4,9 +4,11 @@ import io
 import os
 import sys
 import warnings
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Annotated
 
+import torch.distributed as dist
 import tyro
 
 from compressed_spec.commands.bench import BenchCommand
@@ -15,6 +17,8 @@ from compressed_spec.commands.inspect import InspectCommand
 from compressed_spec.commands.plan import PlanCommand
 from compressed_spec.commands.report import ReportCommand
 from compressed_spec.commands.sweep import SweepCommand
+from compressed_spec.launch import Process
+from compressed_spec.parallel import PeerError
 
 PROG = "compressed-spec"
 Command = (
@@ -35,24 +39,43 @@ _PLAIN_WORDS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command; exits with 2 after a user's fault, with its sentence on stderr and no traceback."""
+    """Run a command; exits with 2 after a user's fault, with its sentence on stderr and no traceback.
+
+    Under torchrun the first process speaks for all, except of what happened on another one alone.
+    """
+    process = Process()
     try:
+        process = Process.from_environment()
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            command = _parse(argv)
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise ValueError("Several processes are not supported yet: start one.")
+            if process.is_first:
+                warnings.showwarning = _show_warning
+            else:
+                warnings.simplefilter("ignore")
+            with _quiet_unless(process.is_first):
+                command = _parse(argv)
             command.run()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has left; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (ValueError, OSError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+    except (ValueError, OSError, PeerError) as error:
+        if process.is_first:
+            print(f"{PROG}: {error}", file=sys.stderr)
+        elif dist.is_initialized() and not isinstance(error, PeerError):  # before that, all come to the same faults
+            print(f"{PROG}: {process.name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+@contextmanager
+def _quiet_unless(speaks: bool) -> Iterator[None]:
+    if speaks:
+        yield
+    else:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:

@@ -109,6 +109,9 @@ def check_request(model: TargetModel, request: Request) -> None:
 class Decoder:
     """Decodes requests in the rows of one cache; more requests than rows wait for a free one.
 
+    Where several processes share the model, each runs a decoder with the same requests. What a round emits is decided
+    on the first, which alone asks processors and stop checks; a drafter that raises ends the run.
+
     shape: what trees to draft, the same every round or as a shaper decides; None (or no drafter) is plain decoding:
     trees of one node. `stats[i]` counts request i.
     Raises ValueError if a tree of `shape` does not fit the cache, or the verifier not what the drafter proposes.
@@ -210,11 +213,7 @@ class Decoder:
                     self._cache, [a.request.prompt_ids for a in joining], rows=[a.row for a in joining]
                 )
             with self.clock.stage("sample"):
-                tokens = first_tokens(logits_BV, [a.context for a in joining])
-            chunks = [
-                self._cut(active, [token], logits_BV[i : i + 1])
-                for i, (active, token) in enumerate(zip(joining, tokens, strict=True))
-            ]
+                tokens, chunks = self._model.group.decide(lambda: self._first(joining, logits_BV))
         except BaseException:
             # As if they had never joined, so that the next step starts them afresh.
             for active in joining:
@@ -239,13 +238,7 @@ class Decoder:
         with self.clock.stage("verify"):
             verify = self._model.verify(self._cache, [d.tree for d in drafts], rows=[a.row for a in active])
         with self.clock.stage("sample"):
-            accepted = accept(verify.logits, drafts, [a.context for a in active], self._verifier)
-        chunks, first = [], 0
-        for one, draft, acceptance in zip(active, drafts, accepted, strict=True):
-            tokens = [*(draft.tree.tokens[node] for node in acceptance.path[1:]), acceptance.next_token]
-            nodes = [first + node for node in acceptance.path]
-            chunks.append(self._cut(one, tokens, verify.logits[nodes] if one.request.logprobs else None))
-            first += len(draft.tree)
+            accepted, chunks = self._model.group.decide(lambda: self._accept(active, drafts, verify.logits))
         with self.clock.stage("commit"):
             self._cache.commit(
                 verify, [a.path[: len(chunk.token_ids)] for a, chunk in zip(accepted, chunks, strict=True)]
@@ -270,6 +263,27 @@ class Decoder:
             self._tell_drafter("observe", one, chunk.token_ids)
             self._finish(one, chunk)
         return chunks
+
+    def _first(self, joining: Sequence[_Active], logits_BV: torch.Tensor) -> tuple[list[int], list[Chunk]]:
+        """The first token of each, as a token and as a chunk."""
+        tokens = first_tokens(logits_BV, [active.context for active in joining])
+        return tokens, [
+            self._cut(active, [token], logits_BV[i : i + 1])
+            for i, (active, token) in enumerate(zip(joining, tokens, strict=True))
+        ]
+
+    def _accept(
+        self, active: Sequence[_Active], drafts: Sequence[DraftTree], logits_TV: torch.Tensor
+    ) -> tuple[list[Acceptance], list[Chunk]]:
+        """What is accepted of each tree, and what of that is emitted."""
+        accepted = accept(logits_TV, drafts, [one.context for one in active], self._verifier)
+        chunks, first = [], 0
+        for one, draft, acceptance in zip(active, drafts, accepted, strict=True):
+            tokens = [*(draft.tree.tokens[node] for node in acceptance.path[1:]), acceptance.next_token]
+            nodes = [first + node for node in acceptance.path]
+            chunks.append(self._cut(one, tokens, logits_TV[nodes] if one.request.logprobs else None))
+            first += len(draft.tree)
+        return accepted, chunks
 
     def _cut(self, active: _Active, tokens: Sequence[int], logits_NV: torch.Tensor | None) -> Chunk:
         """A round's tokens (accepted ones, then one of the target's own) up to the text's end.
@@ -359,6 +373,8 @@ class Decoder:
             try:
                 proposed = self._proposer.propose([a.place for a in active], plan)
             except Exception as error:
+                if self._model.group.size > 1:
+                    raise  # the other processes may be waiting in the middle of the head's forward
                 self._draft_error(error, active)
         drafts = []
         for i, one in enumerate(active):

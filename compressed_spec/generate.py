@@ -11,7 +11,7 @@ from compressed_spec.drafting.fit import num_target_nodes, takes_chains_only
 from compressed_spec.hf_processors import bind_processor, check_processors
 from compressed_spec.noise import request_seed
 from compressed_spec.sampling_params import LogitsProcessor, SamplingParams
-from compressed_spec.shaping import AutoShaper, AutoTree, Shaper, parse_shape, profile_costs
+from compressed_spec.shaping import AgreedShaper, AutoShaper, AutoTree, FixedShaper, Shaper, parse_shape, profile_costs
 from compressed_spec.stats import RequestStats
 from compressed_spec.stopping import StoppingCriteria, criteria_check
 from compressed_spec.target import TargetModel
@@ -208,6 +208,8 @@ def prepare_decoder(
     max_length = max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests)
     if isinstance(shape, AutoTree):
         shape = _auto_shaper(model, drafter, rule, shape.caps, batch_size, max_length)
+    if shape is not None and model.group.size > 1 and not isinstance(shape, FixedShaper):
+        shape = AgreedShaper(shape, model.group)
     largest = None if shape is None else shape.largest
     cache = model.new_cache(
         batch_size=batch_size,

@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from compressed_spec.memory import human_bytes
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, DraftHeadKind, read_checkpoint
 from compressed_spec.models.deepseek_v4.config import AttentionKind, LayerSpec
-from compressed_spec.models.deepseek_v4.weight_plan import plan_weights
+from compressed_spec.models.deepseek_v4.weight_plan import WeightPlan, plan_weights
+from compressed_spec.needs import Needs
 
 _LABELS = {AttentionKind.SLIDING: "sliding", AttentionKind.CSA: "CSA", AttentionKind.HCA: "HCA"}
 _LONGEST_PERIOD = 4
@@ -44,6 +46,7 @@ class Inspection:
     batch_size: int
     max_length: int
     cache_bytes: int
+    needs: Needs | None
     notes: tuple[str, ...]
     problems: tuple[str, ...]
 
@@ -63,6 +66,20 @@ def inspect_checkpoint(
     cache_nbytes: bytes of a cache, from (checkpoint, batch_size, max_length).
     """
     checkpoint = read_checkpoint(path)
+    return inspect_headers(
+        checkpoint, batch_size=batch_size, max_length=max_length, cache_nbytes=cache_nbytes, needs=None
+    )
+
+
+def inspect_headers(
+    checkpoint: Checkpoint,
+    *,
+    batch_size: int,
+    max_length: int,
+    cache_nbytes: Callable[[Checkpoint, int, int], int],
+    needs: Callable[[Checkpoint, WeightPlan], Needs] | None,
+) -> Inspection:
+    """`inspect_checkpoint` of one that has been read. needs: works out what each process of a run needs."""
     config = checkpoint.config
     plan = plan_weights(checkpoint)
     dtypes = sorted({info.dtype for info in checkpoint.tensors.values()})
@@ -85,6 +102,7 @@ def inspect_checkpoint(
         batch_size=batch_size,
         max_length=max_length,
         cache_bytes=cache_nbytes(checkpoint, batch_size, max_length),
+        needs=None if needs is None or plan.problems or checkpoint.problems else needs(checkpoint, plan),
         notes=_notes(checkpoint),
         problems=(*checkpoint.problems, *plan.problems),
     )
@@ -140,20 +158,25 @@ def _rows(inspection: Inspection) -> list[tuple[str, str]]:
         ("layers", f"{inspection.num_hidden_layers}: {by_kind}; {inspection.num_hash_layers} hash-routed"),
         ("layer kinds", inspection.layer_kinds),
         ("draft head", inspection.draft_head),
-        ("weights", f"{inspection.num_tensors} tensors, {_human(inspection.weight_bytes)}"),
+        ("weights", f"{inspection.num_tensors} tensors, {human_bytes(inspection.weight_bytes)}"),
     ]
     rows += [
-        (f"  {dtype}", f"{total.num_tensors} tensors, {_human(total.num_bytes)}")
+        (f"  {dtype}", f"{total.num_tensors} tensors, {human_bytes(total.num_bytes)}")
         for dtype, total in inspection.tensors_by_dtype.items()
     ]
-    cache = f"{_human(inspection.cache_bytes)} for {inspection.batch_size} x {inspection.max_length} tokens"
-    return [*rows, ("cache", cache), ("problems", str(len(inspection.problems)) if inspection.problems else "none")]
+    cache = f"{human_bytes(inspection.cache_bytes)} for {inspection.batch_size} x {inspection.max_length} tokens"
+    rows.append(("cache", cache))
+    if inspection.needs is not None:
+        rows += _needs_rows(inspection.needs)
+    return [*rows, ("problems", str(len(inspection.problems)) if inspection.problems else "none")]
 
 
-def _human(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+def _needs_rows(needs: Needs) -> list[tuple[str, str]]:
+    return [
+        (f"each of {needs.num_processes}", f"{human_bytes(needs.total_bytes)} of device memory"),
+        ("  reads", f"{human_bytes(needs.stored_bytes)} of the checkpoint"),
+        ("  weights", f"{human_bytes(needs.weight_bytes)} in {needs.dtype}"),
+        ("  cache", f"{human_bytes(needs.cache_bytes)}, reserved in full"),
+        ("  scratch", human_bytes(needs.scratch_bytes)),
+        ("processes", f"{', '.join(map(str, needs.possible))} can share this model"),
+    ]

@@ -175,10 +175,14 @@ class CacheShape:
 
     def nbytes(self, spec: StateSpec) -> int:
         """Bytes of all pools, reserved in full when a cache is made."""
+        return self.scratch_nbytes(spec) + sum(
+            pool.num_layers * self.batch_size * pool.per_sequence * pool.dim * pool.dtype.itemsize
+            for pool in pool_specs(spec, self.max_length)
+        )
+
+    def scratch_nbytes(self, spec: StateSpec) -> int:
+        """Bytes of the rows of one round's nodes among them."""
         return sum(
-            pool.num_layers
-            * (self.batch_size * pool.per_sequence + self.num_scratch(pool))
-            * pool.dim
-            * pool.dtype.itemsize
+            pool.num_layers * self.num_scratch(pool) * pool.dim * pool.dtype.itemsize
             for pool in pool_specs(spec, self.max_length)
         )

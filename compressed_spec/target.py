@@ -7,6 +7,7 @@ S = places of a block, W = rows listed
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 
 from compressed_spec.cache import Cache, Scratch, Verification
 from compressed_spec.layout import CacheShape, StateSpec
+from compressed_spec.memory import check_fits
+from compressed_spec.parallel import ALONE, ParallelGroup
 from compressed_spec.partial import Claim, LayerStreams
 from compressed_spec.rows import RowPlan, make_plan, plan_nodes
 from compressed_spec.tree import TokenTree
@@ -61,11 +64,16 @@ class BlockDraft:
 
 
 class TargetModel(nn.Module, ABC):
-    """A model whose state is addressed by row. Subclasses give `state_spec`, `forward` and `logits`."""
+    """A model whose state is addressed by row. Subclasses give `state_spec`, `forward` and `logits`.
+
+    group: the processes that share it. Each runs the same rounds on its own copy of the state; a round in which they
+    are about to process different nodes, or whose streams come out different, raises PeerError on all of them.
+    """
 
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    group: ParallelGroup = ALONE
 
     @abstractmethod
     def state_spec(self) -> StateSpec:
@@ -143,7 +151,8 @@ class TargetModel(nn.Module, ABC):
 
         max_nodes: nodes of one verify, all rows together. prefill_chunk: tokens that a prefill processes at once.
         max_draft_nodes: nodes that a draft head may process in a round (4 max_nodes by default).
-        Raises ValueError for sizes below 1 or a length beyond the model's `max_position_embeddings`.
+        Raises ValueError for sizes below 1, a length beyond the model's `max_position_embeddings`, or, before any of it
+        is taken, more memory than is free.
         """
         if max_length > self.max_position_embeddings:
             raise ValueError(
@@ -156,7 +165,9 @@ class TargetModel(nn.Module, ABC):
             prefill_chunk=prefill_chunk,
             max_draft_nodes=4 * max_nodes if max_draft_nodes is None else max_draft_nodes,
         )
-        return Cache(self.state_spec(), shape, self.device)
+        spec = self.state_spec()
+        check_fits("A cache", shape.nbytes(spec), self.device, "lower batch_size, max_length or max_nodes")
+        return Cache(spec, shape, self.device)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise ValueError if a token id is not in the vocabulary."""
@@ -252,12 +263,16 @@ class TargetModel(nn.Module, ABC):
         claim = None if cache.stopped is None else cache.stopped.claim(trees, rows)
         stopped, ticket = cache.stopped, cache.next_ticket()
         starts = [cache.lengths[row] for row in rows]
+        self.group.check_same("the next nodes", (trees, rows, starts))
         slots = None if claim is None else claim.slot_T
         plan = make_plan(cache.spec, cache.shape, trees, rows, starts, cache.device, slots=slots)
         if stopped is None or claim is None:
             streams_TMD = self(plan, Scratch(cache))
         else:
             streams_TMD = self._go_on(cache, plan, trees, list(stopped.levels), claim)
+        written = cache.scratch_rows(len(streams_TMD))
+        # A sum over heads hides whose rows differ, so the rows are compared, and not only what comes of them.
+        self.group.check_same_bits("the state of the last nodes", chain([streams_TMD], written))
         logits_TV = self.logits(streams_TMD) if want_logits else streams_TMD.new_empty((0, self.vocab_size))
         verify = Verification(trees=tuple(trees), rows=tuple(rows), logits=logits_TV, plan=plan, ticket=ticket)
         return verify, streams_TMD

@@ -11,21 +11,30 @@ FP4_GROUP = 32  # columns that share one FP4 scale
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign
 
 
-def dequantize_fp8(weight_OI: torch.Tensor, scale_BC: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def dequantize_fp8(
+    weight_OI: torch.Tensor, scale_BC: torch.Tensor, block: tuple[int, int], offset: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
     """E4M3 weights with one scale a block, as float32 [O, I]; edge blocks may be partial.
 
-    weight_OI: float8_e4m3fn. scale_BC: float8_e8m0fnu or a float type, B = ceil(O / block[0]), C = ceil(I / block[1]).
+    weight_OI: float8_e4m3fn. scale_BC: float8_e8m0fnu or a float type, one a block that the weights touch. offset: row
+    and column of the first weight in the first block, for a part of a matrix that begins inside one.
     One float32 multiply a weight: exact for power-of-two scales, rounded to nearest for others.
     """
     rows, cols = weight_OI.shape
-    block_rows, block_cols = block
+    (block_rows, block_cols), (row, col) = block, offset
     assert weight_OI.dtype == torch.float8_e4m3fn, f"FP8 weights are float8_e4m3fn, not {weight_OI.dtype}"
-    assert scale_BC.shape == (-(-rows // block_rows), -(-cols // block_cols)), "one scale a block"
+    assert row in range(block_rows), "the first block is the one that holds the first weight"
+    assert col in range(block_cols), "the first block is the one that holds the first weight"
+    assert scale_BC.shape == (-(-(row + rows) // block_rows), -(-(col + cols) // block_cols)), "one scale a block"
     out_OI = weight_OI.to(torch.float32)
-    scale_BI = scale_BC.to(torch.float32).repeat_interleave(block_cols, dim=1)[:, :cols]
-    whole = rows // block_rows
-    edge = whole * block_rows
-    out_OI[:edge].view(whole, block_rows, cols).mul_(scale_BI[:whole, None])
+    scale_BI = scale_BC.to(torch.float32).repeat_interleave(block_cols, dim=1)[:, col : col + cols]
+    head = min(-row % block_rows, rows)
+    if head:
+        out_OI[:head].mul_(scale_BI[0])
+        scale_BI = scale_BI[1:]
+    whole = (rows - head) // block_rows
+    edge = head + whole * block_rows
+    out_OI[head:edge].view(whole, block_rows, cols).mul_(scale_BI[:whole, None])
     if edge < rows:
         out_OI[edge:].mul_(scale_BI[whole])
     return out_OI

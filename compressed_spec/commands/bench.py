@@ -30,6 +30,8 @@ class BenchCommand:
     """Of weights, activations and KV, on both sides."""
     numerics: Literal["fast", "invariant"] = "fast"
     """How our side computes."""
+    compile: bool = True
+    """Fuse our side's small operations first: a minute of compiling."""
     threads: int | None = None
     """torch's threads, on both sides; by default as torch has them."""
     context: int = 512
@@ -82,7 +84,13 @@ class BenchCommand:
         try:
             if self.threads is not None:
                 torch.set_num_threads(self.threads)
-            model = load_model(folder, dtype=self.dtype, numerics=self.numerics, progress=not self.json)
+            model = load_model(
+                folder,
+                dtype=self.dtype,
+                numerics=self.numerics,
+                compile=self.compile and self.numerics == "fast",
+                progress=not self.json,
+            )
             if texts is None:
                 texts = random_texts(model.vocab_size, model.eos_token_ids)
             report = run_bench(model, folder, texts, options, self._say)
@@ -108,6 +116,7 @@ class BenchCommand:
             "against": self.against,
             "dtype": self.dtype,
             "numerics": self.numerics,
+            "compiled": self.compile and self.numerics == "fast",
             "prompts": None if self.prompts is None else str(self.prompts),
             "threads": torch.get_num_threads(),
             "environment": identity.thread_settings(),

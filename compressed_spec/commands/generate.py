@@ -12,12 +12,16 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from compressed_spec.chat import render_chat
+from compressed_spec.decode import Decoder
 from compressed_spec.generate import Usage, make_decoder, make_requests
+from compressed_spec.launch import Process, Run, join
+from compressed_spec.layout import CacheShape
 from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
 from compressed_spec.models.deepseek_v4.load import checkpoint_folder, load_model
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.shaping import parse_shape
 from compressed_spec.stats import RequestStats
+from compressed_spec.target import DEFAULT_CHUNK
 from compressed_spec.text import TextChunk, TextDecoder, load_tokenizer
 
 STDIN = "-"
@@ -72,9 +76,13 @@ class GenerateCommand:
     chat_revision: Literal["v4", "0731"] = "v4"
     """Which checkpoint's chat format: V4-Flash / V4-Pro, or V4-Flash-0731."""
     device: str = "cpu"
-    """Where to run, such as "cpu" or "cuda"."""
+    """Where to run, such as "cpu" or "cuda"; under torchrun each process takes a GPU of its own."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """Of weights, activations and KV."""
+    numerics: Literal["fast", "invariant"] = "fast"
+    """"invariant": bit for bit the same with speculation or without (CPU)."""
+    compile: bool = False
+    """Fuse the model's small operations first (CPU): a minute of compiling, then rounds several times faster."""
     json: bool = False
     """Print JSON only: one object a prompt and line."""
     stream: bool = False
@@ -82,14 +90,17 @@ class GenerateCommand:
 
     def run(self) -> None:
         """Load, decode, print. Raises ValueError for a fault of the user's."""
-        prompts = self._prompts()
-        if self.stream and (self.json or len(prompts) > 1):
-            raise ValueError("--stream prints one prompt's text as it comes: leave out --json and further prompts.")
         if not self.chat and (self.system or self.thinking or self.reasoning_effort):
             raise ValueError("--system, --thinking and --reasoning-effort shape a chat: add --chat.")
         if self.reasoning_effort and not self.thinking:
             raise ValueError("--reasoning-effort says how long to reason: add --thinking.")
         parse_shape(self.tree)  # a typing mistake must not cost the minutes that loading takes
+        process = Process.from_environment()
+        with join(process, device=process.device(self.device)) as run:
+            self._run(run)
+
+    def _run(self, run: Run) -> None:
+        prompts = run.group.decide(self._prompts)
         params = SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -97,12 +108,22 @@ class GenerateCommand:
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
         )
-        # First the checkpoint: the tokenizer's reader stumbles over a bad config.json, and blames its own files.
-        folder = open_checkpoint(checkpoint_folder(self.model)).folder
-        tokenizer = load_tokenizer(folder)
-        texts = TextDecoder(tokenizer, len(prompts), self.stop)
-        prompts_ids = [self._encode(tokenizer, prompt) for prompt in prompts]
-        model = load_model(folder, device=self.device, dtype=self.dtype)
+        with run.group.together():
+            # First the checkpoint: the tokenizer's reader stumbles over a bad config.json, and blames its own files.
+            folder = run.once_per_node(self.model, lambda: str(open_checkpoint(checkpoint_folder(self.model)).folder))
+            tokenizer = load_tokenizer(folder)
+            texts = TextDecoder(tokenizer, len(prompts), self.stop)
+            prompts_ids = [self._encode(tokenizer, prompt) for prompt in prompts]
+        model = load_model(
+            folder,
+            device=run.process.device(self.device),
+            dtype=self.dtype,
+            numerics=self.numerics,
+            compile=self.compile,
+            progress=run.process.is_first,
+            group=run.group,
+            room_for=self._smallest_cache(prompts_ids),
+        )
         requests = make_requests(
             model,
             prompts_ids,
@@ -122,8 +143,23 @@ class GenerateCommand:
         outputs = [_Output() for _ in prompts]
         for chunk in texts.chunks(decoder):
             outputs[chunk.request].add(chunk)
-            if self.stream:
+            if self.stream and run.process.is_first:
                 print(chunk.text, end="", flush=True)
+        if run.process.is_first:
+            self._print(decoder, outputs)
+
+    def _smallest_cache(self, prompts_ids: Sequence[Sequence[int]]) -> CacheShape:
+        """What is needed whatever the tree; options that make no sense are refused when the real one is made."""
+        rows = max(min(self.batch_size, len(prompts_ids)), 1)
+        return CacheShape(
+            batch_size=rows,
+            max_length=max(max(map(len, prompts_ids)) + self.max_new_tokens - 1, 1),
+            max_nodes=rows,
+            prefill_chunk=DEFAULT_CHUNK,
+            max_draft_nodes=rows,
+        )
+
+    def _print(self, decoder: Decoder, outputs: Sequence["_Output"]) -> None:
         if self.stream:
             print()
         times = decoder.clock.times()
@@ -136,7 +172,7 @@ class GenerateCommand:
             elif not self.stream:
                 print(output.text)
         if not self.json:
-            _print_summary([decoder.stats[i].build(times) for i in range(len(prompts))], outputs)
+            _print_summary([decoder.stats[i].build(times) for i in range(len(outputs))], outputs)
 
     def _encode(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
         if not self.chat:
@@ -167,6 +203,8 @@ class GenerateCommand:
             raise ValueError("A --prompt is not UTF-8 text: convert it.")
         if not prompts:
             raise ValueError("No prompt: give --prompt TEXT, --prompt-file FILE, or '-' for standard input.")
+        if self.stream and (self.json or len(prompts) > 1):
+            raise ValueError("--stream prints one prompt's text as it comes: leave out --json and further prompts.")
         return prompts
 
 

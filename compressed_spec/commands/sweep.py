@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from compressed_spec.commands.sweep_summary import print_comparisons
+from compressed_spec.launch import Process, join
 from compressed_spec.measure.datasets import Dataset, read_dataset
 from compressed_spec.measure.environment import checkpoint_hash, environment, tokenizer_hash
 from compressed_spec.measure.expansion import TreeList, expand_names, expand_numbers, expand_trees
@@ -89,33 +90,39 @@ class SweepCommand:
     """Of weights, activations and KV."""
     numerics: Literal["fast", "invariant"] = "fast"
     """"invariant": bit for bit the same with speculation or without (CPU)."""
+    compile: bool = False
+    """Fuse the model's small operations first (CPU): a minute of compiling, then rounds several times faster."""
 
     def run(self) -> None:
         """Measure and write. Raises ValueError for a fault of the user's, before anything is measured."""
         trees, grid, num_requests = self._checked()
-        datasets = [read_dataset(name, num_requests) for name in grid.datasets]
-        checkpoint = open_checkpoint(checkpoint_folder(self.model))
-        tokenizer = load_tokenizer(checkpoint.folder)
-        workloads = {one.name: self._workload(one, checkpoint, tokenizer) for one in datasets}
-        with _results(self.output) as results:
-            model = load_model(
-                checkpoint.folder,
-                device=self.device,
-                dtype=self.dtype,
-                numerics=self.numerics,
-                progress=is_first_process(),
-            )
-            bench = Bench(
-                model=model,
-                tokenizer=tokenizer,
-                environment=environment(model.device, sys.argv),
-                ignore_eos=self.ignore_eos,
-            )
-            outcome = _run(grid.points(), workloads, bench, num_requests, results)
-            if results is not None:
-                ids = {workloads[point.dataset].point_id(point) for point in grid.points()}
-                mine = [record for record in results.records if record.point_id in ids]
-                self._report(trees, outcome, mine, bench.environment)
+        process = Process.from_environment()
+        with join(process, device=process.device(self.device)) as run:
+            datasets = [read_dataset(name, num_requests) for name in grid.datasets]
+            checkpoint = open_checkpoint(checkpoint_folder(self.model))
+            tokenizer = load_tokenizer(checkpoint.folder)
+            workloads = {one.name: self._workload(one, checkpoint, tokenizer) for one in datasets}
+            with _results(self.output) as results:
+                model = load_model(
+                    checkpoint.folder,
+                    device=process.device(self.device),
+                    dtype=self.dtype,
+                    numerics=self.numerics,
+                    compile=self.compile,
+                    progress=is_first_process(),
+                    group=run.group,
+                )
+                bench = Bench(
+                    model=model,
+                    tokenizer=tokenizer,
+                    environment=environment(model.device, sys.argv),
+                    ignore_eos=self.ignore_eos,
+                )
+                outcome = _run(grid.points(), workloads, bench, num_requests, results)
+                if results is not None:
+                    ids = {workloads[point.dataset].point_id(point) for point in grid.points()}
+                    mine = [record for record in results.records if record.point_id in ids]
+                    self._report(trees, outcome, mine, bench.environment)
         if outcome.failures and not outcome.num_finished + outcome.num_skipped:
             raise ValueError(f"Every point failed, the first with: {outcome.failures[0].error}")
 
@@ -179,6 +186,7 @@ class SweepCommand:
             dtype=self.dtype,
             weights=tuple(sorted({info.dtype for info in checkpoint.tensors.values()})),
             numerics=self.numerics,
+            compiled=self.compile,
             device=self.device,
             arrivals=self.arrivals,
             request_timeout=self.request_timeout,

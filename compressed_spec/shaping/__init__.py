@@ -1,5 +1,6 @@
 """Which tree to draft: fixed, optimal for measured acceptance, dynamic, or the one that pays."""
 
+from compressed_spec.shaping.agreed import AgreedShaper
 from compressed_spec.shaping.auto import AutoShaper
 from compressed_spec.shaping.base import FixedShaper, RoundOutcome, RoundState, Shaper
 from compressed_spec.shaping.calibration import Calibration, read_calibration
@@ -10,6 +11,7 @@ from compressed_spec.shaping.optimal import optimal_topology
 from compressed_spec.shaping.profile import profile_costs
 
 __all__ = [
+    "AgreedShaper",
     "AutoShaper",
     "AutoTree",
     "Calibration",

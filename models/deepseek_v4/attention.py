@@ -19,6 +19,7 @@ from compressed_spec.models.deepseek_v4.compressor import CompressionRound, Comp
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, LayerSpec
 from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.rope import Rotation
+from compressed_spec.parallel import ParallelGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +70,24 @@ class Listed:
 
 
 class Attention(nn.Module):
-    """One attention layer. `layer` is its index among the window pools, `compressed_layer` among its compression's."""
+    """One attention layer, or the heads and output groups of it that are this process's.
+
+    `layer` is its index among the window pools, `compressed_layer` among its compression's.
+    """
 
     def __init__(
-        self, config: DeepseekV4Config, spec: LayerSpec, layer: int, compressed_layer: int, precision: Precision
+        self,
+        config: DeepseekV4Config,
+        spec: LayerSpec,
+        layer: int,
+        compressed_layer: int,
+        precision: Precision,
+        group: ParallelGroup,
     ) -> None:
         super().__init__()
-        self.layer, self.compressed_layer = layer, compressed_layer
-        self.num_heads, self.head_dim, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self.layer, self.compressed_layer, self.group = layer, compressed_layer, group
+        self.num_heads, self.groups = group.part(config.num_attention_heads), group.part(config.o_groups)
+        self.head_dim = config.head_dim
         self.eps, self.numerics = config.rms_norm_eps, precision.numerics
         heads_dim = self.num_heads * self.head_dim
         self.attn_sink = nn.Parameter(torch.empty(self.num_heads, dtype=precision.wide))
@@ -85,15 +96,15 @@ class Attention(nn.Module):
         self.wq_b = Linear(config.q_lora_rank, heads_dim, precision)
         self.wkv = Linear(config.hidden_size, config.head_dim, precision)
         self.kv_norm = Norm(config.head_dim, config.rms_norm_eps, precision)
-        self.wo_a = Linear(heads_dim // config.o_groups, config.o_groups * config.o_lora_rank, precision)
-        self.wo_b = Linear(config.o_groups * config.o_lora_rank, config.hidden_size, precision)
+        self.wo_a = Linear(heads_dim // self.groups, self.groups * config.o_lora_rank, precision)
+        self.wo_b = Linear(self.groups * config.o_lora_rank, config.hidden_size, precision)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
         comp = compression_of(config, spec)
         if comp is not None:
             self.compressor = Compressor(config, comp, config.head_dim, "", precision)
             if comp.index_dim:
-                self.indexer = Indexer(config, comp, precision)
+                self.indexer = Indexer(config, comp, precision, group)
 
     def pools(self, kv_pool: str) -> dict[str, int]:
         """The pools that this layer writes to, each with this layer's index in it."""
@@ -166,5 +177,4 @@ class Attention(nn.Module):
         undo = rotation.inverse
         o_TGD = apply_rope(o_THD, undo.cos_NP, undo.sin_NP).flatten(1).unflatten(-1, (self.groups, -1))
         low_TGR = self.numerics.grouped_linear(o_TGD, self.wo_a.weight.unflatten(0, (self.groups, -1)))
-        output_TD: torch.Tensor = self.wo_b(low_TGR.flatten(1))
-        return output_TD
+        return self.group.all_reduce(self.wo_b(low_TGR.flatten(1)))

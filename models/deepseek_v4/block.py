@@ -10,10 +10,12 @@ from torch import nn
 
 from compressed_spec.kernels.hyper_connection import MixWeights, collapse, expand
 from compressed_spec.kernels.moe import Routing, gathered_experts, route, routed_experts, router_scores, swiglu
+from compressed_spec.kernels.moe_part import some_experts
 from compressed_spec.models.deepseek_v4.attention import Attention, AttentionRound, Listed, Projected
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, LayerSpec
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.rope import Rotation
+from compressed_spec.parallel import ParallelGroup
 
 
 class Gate(nn.Module):
@@ -55,11 +57,11 @@ class SharedExperts(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' weights, stacked: w13 is gate then up."""
+    """The weights of this process's routed experts, stacked: w13 is gate then up."""
 
-    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+    def __init__(self, config: DeepseekV4Config, dtype: torch.dtype, group: ParallelGroup) -> None:
         super().__init__()
-        num, width, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        num, width, inner = group.part(config.n_routed_experts), config.hidden_size, config.moe_intermediate_size
         self.w13 = nn.Parameter(torch.empty(num, 2 * inner, width, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(num, width, inner, dtype=dtype))
 
@@ -67,11 +69,12 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus the shared one."""
 
-    def __init__(self, config: DeepseekV4Config, hash_routed: bool, precision: Precision) -> None:
+    def __init__(self, config: DeepseekV4Config, hash_routed: bool, precision: Precision, group: ParallelGroup) -> None:
         super().__init__()
         self.limit, self.numerics = config.swiglu_limit, precision.numerics
+        self.group, self.own = group, group.span(config.n_routed_experts)
         self.gate = Gate(config, hash_routed, precision)
-        self.experts = Experts(config, precision.dtype)
+        self.experts = Experts(config, precision.dtype, group)
         self.shared_experts = SharedExperts(config, precision)
 
     def route(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> Routing:
@@ -80,12 +83,14 @@ class MoE(nn.Module):
         return routing
 
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
-        experts = self.experts
-        routed_TD = routed_experts(x_TD, routing, experts.w13, experts.w2, self.limit, self.numerics)
-        return self._with_shared(x_TD, routed_TD)
+        w13_EFD, w2_EDF = self.experts.w13, self.experts.w2
+        if self.group.size == 1:
+            return self._with_shared(x_TD, routed_experts(x_TD, routing, w13_EFD, w2_EDF, self.limit, self.numerics))
+        own_TD = some_experts(x_TD, routing, self.own, w13_EFD, w2_EDF, self.limit, self.numerics)
+        return self._with_shared(x_TD, self.group.all_reduce(own_TD))
 
     def few(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """`forward` of few nodes, in operations whose shapes do not depend on the routing."""
+        """`forward` of few nodes, in operations whose shapes do not depend on the routing; in one process."""
         routed_TD = gathered_experts(x_TD, routing, self.experts.w13, self.experts.w2, self.limit, self.numerics)
         return self._with_shared(x_TD, routed_TD)
 
@@ -119,15 +124,21 @@ class Block(HyperConnected):
     """
 
     def __init__(
-        self, config: DeepseekV4Config, spec: LayerSpec, layer: int, compressed_layer: int, precision: Precision
+        self,
+        config: DeepseekV4Config,
+        spec: LayerSpec,
+        layer: int,
+        compressed_layer: int,
+        precision: Precision,
+        group: ParallelGroup,
     ) -> None:
         super().__init__(config, precision)
         self.attn_norm = Norm(config.hidden_size, config.rms_norm_eps, precision)
         self.ffn_norm = Norm(config.hidden_size, config.rms_norm_eps, precision)
         self.add_site("attn")
         self.add_site("ffn")
-        self.attn = Attention(config, spec, layer, compressed_layer, precision)
-        self.ffn = MoE(config, spec.hash_routed, precision)
+        self.attn = Attention(config, spec, layer, compressed_layer, precision, group)
+        self.ffn = MoE(config, spec.hash_routed, precision, group)
 
     def forward(self, streams_TMD: torch.Tensor, tokens_T: torch.Tensor, here: AttentionRound) -> torch.Tensor:
         """The streams after this layer; writes the nodes' rows."""

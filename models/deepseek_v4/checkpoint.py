@@ -65,7 +65,7 @@ def read_checkpoint(path_or_repo_id: str | Path) -> Checkpoint:
         config=config,
         layout=detect_layout(names),
         draft_head=detect_draft_head(names),
-        weight_block_size=_weight_block_size(raw),
+        weight_block_size=weight_block_size(raw),
         tensors=scan.tensors,
         unreadable=scan.unreadable,
         problems=scan.problems,
@@ -110,7 +110,7 @@ def resolve_folder(path_or_repo_id: str | Path) -> Path:
         ) from error
 
 
-def _weight_block_size(raw: Mapping[str, object]) -> tuple[int, int] | None:
+def weight_block_size(raw: Mapping[str, object]) -> tuple[int, int] | None:
     sizes = read_list(read_section(raw, "quantization_config") or {}, "weight_block_size", length=2)
     if sizes is None:
         return None

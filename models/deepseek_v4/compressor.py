@@ -18,6 +18,7 @@ from compressed_spec.layout import Compression
 from compressed_spec.models.deepseek_v4.config import AttentionKind, DeepseekV4Config, LayerSpec
 from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.rope import Rotation
+from compressed_spec.parallel import ParallelGroup
 from compressed_spec.rows import CompressionPlan, Reach, selected_rows
 
 
@@ -86,11 +87,13 @@ class Compressor(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Scores compressed entries with small heads and keeps the best."""
+    """Scores compressed entries with small heads, this process's of which are here, and keeps the best."""
 
-    def __init__(self, config: DeepseekV4Config, comp: Compression, precision: Precision) -> None:
+    def __init__(self, config: DeepseekV4Config, comp: Compression, precision: Precision, group: ParallelGroup) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.group, self.num_heads = group, group.part(config.index_n_heads)
+        self.head_dim, self.topk = config.index_head_dim, config.index_topk
+        self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
         self.wq_b = Linear(config.q_lora_rank, self.num_heads * self.head_dim, precision)
         self.weights_proj = Linear(config.hidden_size, self.num_heads, precision)
         self.compressor = Compressor(config, comp, config.index_head_dim, "index_", precision)
@@ -108,7 +111,7 @@ class Indexer(nn.Module):
             plan.reach.extra_rows_TX,
             plan.num_visible,
         )
-        return selected_rows(plan.reach, select_entries(scores_TN, self.topk))
+        return selected_rows(plan.reach, select_entries(self.group.all_reduce(scores_TN), self.topk))
 
     def few(
         self, x_TD: torch.Tensor, qr_TD: torch.Tensor, rotation: Rotation, reach: Reach, keys_RI: torch.Tensor
@@ -128,4 +131,4 @@ class Indexer(nn.Module):
 
     def _weights(self, x_TD: torch.Tensor) -> torch.Tensor:
         weights_TH: torch.Tensor = self.weights_proj(x_TD)
-        return weights_TH.to(self.precision.wide).mul(self.head_dim**-0.5 * self.num_heads**-0.5)
+        return weights_TH.to(self.precision.wide).mul(self.scale)

@@ -46,6 +46,7 @@ class DeviceForward:
     """Runs a model's layers on the scratch rows of a cache. Nodes have slots 0 .. T, and one slot more must be free."""
 
     def __init__(self, model: DeepseekV4, cache: Cache, ops: LayerOps) -> None:
+        assert model.group.size == 1, "a model that several processes share has no device rounds yet"
         self.model, self.cache, self.ops = model, cache, ops
         self.eps = model.config.rms_norm_eps
 

@@ -14,22 +14,24 @@ from torch import nn
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
+from compressed_spec.models.deepseek_v4.embedding import VocabularyEmbedding
 from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.names import DRAFT_LAYER, require_dspark
 from compressed_spec.models.deepseek_v4.rope import Rotation
+from compressed_spec.parallel import ParallelGroup
 
 
 class MarkovHead(nn.Module):
     """A low-rank table of what follows each token: logits to add to those of the next place in a block."""
 
-    def __init__(self, vocab_size: int, rank: int, precision: Precision) -> None:
+    def __init__(self, vocab_size: int, rank: int, precision: Precision, group: ParallelGroup) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank, dtype=precision.dtype)
-        self.markov_w2 = Linear(rank, vocab_size, precision)
+        self.group = group
+        self.markov_w1 = VocabularyEmbedding(vocab_size, rank, precision.dtype, group)
+        self.markov_w2 = Linear(rank, group.part(vocab_size), precision)
 
     def forward(self, tokens_N: torch.Tensor) -> torch.Tensor:
-        bias_NV: torch.Tensor = self.markov_w2(self.markov_w1(tokens_N))
-        return bias_NV
+        return self.group.all_gather(self.markov_w2(self.markov_w1(tokens_N)))
 
 
 class ConfidenceHead(nn.Module):
@@ -54,8 +56,17 @@ class DSparkStage(Block):
     markov_head: MarkovHead
     confidence_head: ConfidenceHead
 
-    def __init__(self, config: DeepseekV4Config, stage: int, *, first: bool, last: bool, precision: Precision) -> None:
-        super().__init__(config, DRAFT_LAYER, stage, 0, precision)
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        stage: int,
+        *,
+        first: bool,
+        last: bool,
+        precision: Precision,
+        group: ParallelGroup,
+    ) -> None:
+        super().__init__(config, DRAFT_LAYER, stage, 0, precision, group)
         dspark, width, eps = require_dspark(config), config.hidden_size, config.rms_norm_eps
         if first:
             self.main_proj = Linear(width * len(dspark.target_layer_ids), width, precision)
@@ -63,16 +74,16 @@ class DSparkStage(Block):
         if last:
             self.norm = Norm(width, eps, precision)
             self.add_site("head")
-            self.markov_head = MarkovHead(config.vocab_size, dspark.markov_rank, precision)
+            self.markov_head = MarkovHead(config.vocab_size, dspark.markov_rank, precision, group)
             self.confidence_head = ConfidenceHead(width + dspark.markov_rank, precision)
 
 
 class DSparkHead(nn.ModuleList):
     """`mtp`: all stages, in order. Raises ValueError if the config lacks the dspark_* keys."""
 
-    def __init__(self, config: DeepseekV4Config, num_stages: int, precision: Precision) -> None:
+    def __init__(self, config: DeepseekV4Config, num_stages: int, precision: Precision, group: ParallelGroup) -> None:
         super().__init__(
-            DSparkStage(config, i, first=i == 0, last=i == num_stages - 1, precision=precision)
+            DSparkStage(config, i, first=i == 0, last=i == num_stages - 1, precision=precision, group=group)
             for i in range(num_stages)
         )
         self.settings = require_dspark(config)

@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 
 from compressed_spec.kernels.numerics import numerics_named
-from compressed_spec.models.deepseek_v4.checkpoint import open_checkpoint
+from compressed_spec.layout import CacheShape
+from compressed_spec.memory import check_fits
+from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, open_checkpoint
 from compressed_spec.models.deepseek_v4.compiled import compile_pieces, has_compiler
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.weights import load_weights
+from compressed_spec.parallel import ALONE, ParallelGroup
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEMO = Path(str(files("compressed_spec"))) / "assets" / "demo"
@@ -25,48 +28,83 @@ def load_model(
     compile: bool = False,
     progress: bool = True,
     keep_quantized: bool = False,
+    group: ParallelGroup = ALONE,
+    room_for: CacheShape | None = None,
 ) -> DeepseekV4:
     """Load a DeepSeek-V4 checkpoint: a local folder, a hub id, or "demo" for the bundled one. Needs no tokenizer.
 
     dtype: "float32", "float64", "bfloat16" or "float16", of matrices, activations and KV; stored FP8 and FP4 weights
     are dequantised to it. progress: show a bar on stderr.
     numerics: "fast", or "invariant" for tokens, logits and state that are bit for bit the same with speculation or
-    without, in any tree, batch and prefill chunk, on a CPU with a fixed number of threads.
+    without, in any tree, batch and prefill chunk, on a CPU with a fixed number of threads, in one process.
     compile: fuse the small operations with torch.compile, for a CPU: several times faster on small models, after a
     minute of compiling (some 15 s once the compiler's cache on disk has it). Warns and does without where there is no
     C++ compiler.
     keep_quantized: leave stored FP8 and FP4 weights as they are, to be decoded by the products: a quarter to a half of
-    the memory, and on a GPU as much less to read. Not with invariant numerics.
-    Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint.
+    the memory, and on a GPU as much less to read. Not with invariant numerics, and in one process.
+    group: the processes that share the model (see `launch.join`); each calls this with the same arguments but for its
+    own device, and gets its part. room_for: a cache that shall fit beside the weights.
+    Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint, and, before
+    any weight is read, for what does not fit the device.
     """
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}.")
     numerics_named(numerics)
     if numerics == "invariant" and torch.device(device).type != "cpu":
         raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
-    if compile and (numerics != "fast" or torch.device(device).type != "cpu"):
-        raise ValueError("compile=True is for fast numerics on a CPU: leave it out, or the other options.")
-    if compile and keep_quantized:
-        raise ValueError("compile=True needs dequantised weights: leave out keep_quantized.")
-    if numerics == "invariant" and keep_quantized:
-        raise ValueError("Invariant numerics need dequantised weights: leave out keep_quantized.")
-    _check_device(device)
-    checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
-    with torch.device("meta"):
-        model = DeepseekV4(
-            checkpoint.config,
-            draft_head=checkpoint.draft_head,
-            num_draft_layers=checkpoint.num_draft_layers,
-            dtype=DTYPES[dtype],
-            numerics=numerics,
+    if compile and (numerics != "fast" or torch.device(device).type != "cpu" or keep_quantized or group.size > 1):
+        raise ValueError(
+            "compile=True is for fast numerics on a CPU, dequantised weights and one process: leave it out, or the "
+            "other options."
         )
-    load_weights(model, checkpoint, device=torch.device(device), progress=progress, keep_quantized=keep_quantized)
+    if keep_quantized and (numerics == "invariant" or group.size > 1):
+        raise ValueError("keep_quantized is for fast numerics and one process: leave it out, or the other options.")
+    if numerics == "invariant" and group.size > 1:
+        raise ValueError("Invariant numerics hold in one process only: use numerics='fast' with several.")
+    with group.together():
+        _check_device(device)
+        checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
+        model = empty_model(checkpoint, dtype=DTYPES[dtype], numerics=numerics, group=group)
+        weights = checkpoint.tensors if keep_quantized else model.state_dict()
+        _check_fits(model, sum(tensor.nbytes for tensor in weights.values()), room_for, torch.device(device))
+    group.check_same("the checkpoint", (checkpoint.config, checkpoint.draft_head, checkpoint.tensors, dtype))
+    with group.together():
+        load_weights(
+            model,
+            checkpoint,
+            device=torch.device(device),
+            progress=progress,
+            keep_quantized=keep_quantized,
+            group=group,
+        )
     model = model.to(device).eval().requires_grad_(False)
     if compile and has_compiler():
         compile_pieces(model)
     elif compile:
         warnings.warn("There is no C++ compiler here (set CXX), so the model is not compiled.", stacklevel=2)
     return model
+
+
+def empty_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, numerics: str = "fast", group: ParallelGroup = ALONE
+) -> DeepseekV4:
+    """A process's part of a checkpoint's model without its values, on the meta device."""
+    with torch.device("meta"):
+        return DeepseekV4(
+            checkpoint.config,
+            draft_head=checkpoint.draft_head,
+            num_draft_layers=checkpoint.num_draft_layers,
+            dtype=dtype,
+            numerics=numerics,
+            group=group,
+        )
+
+
+def _check_fits(model: DeepseekV4, weights: int, room_for: CacheShape | None, device: torch.device) -> None:
+    check_fits("A model", weights, device, "take a narrower dtype or more processes")
+    if room_for is not None:
+        cache = room_for.nbytes(model.state_spec())
+        check_fits("A model with its cache", weights + cache, device, "take fewer sequences or shorter ones")
 
 
 def _check_device(device: str | torch.device) -> None:

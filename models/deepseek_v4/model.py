@@ -16,23 +16,27 @@ from compressed_spec.models.deepseek_v4.block import Block
 from compressed_spec.models.deepseek_v4.compressor import CompressionRound, compression_of
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.dspark import DSparkHead
+from compressed_spec.models.deepseek_v4.embedding import VocabularyEmbedding
 from compressed_spec.models.deepseek_v4.few import Few, written_rows
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
+from compressed_spec.models.deepseek_v4.parallel_plan import check_size
 from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
 from compressed_spec.models.deepseek_v4.state import state_spec
+from compressed_spec.parallel import ALONE, ParallelGroup
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
 from compressed_spec.target import BlockDraft, DraftBlock, DraftStep, TargetModel
 
 
 class DeepseekV4(TargetModel, HyperConnected):
-    """The whole model; parameters carry the upstream names, with the experts of a layer stacked.
+    """The whole model, or one process's part of it; parameters carry the upstream names, with experts stacked.
 
     draft_head, num_draft_layers: which head it has (`mtp`), and blocks of it (MTP: one). dtype: of matrices,
-    activations and KV. numerics: "fast", or "invariant" (see `kernels.numerics`). Raises ValueError for a DSpark head
-    without the dspark_* keys in the config.
+    activations and KV. numerics: "fast", or "invariant" (see `kernels.numerics`). group: the processes that share it
+    (see `parallel_plan`). Raises ValueError for a DSpark head without the dspark_* keys in the config, and for a number
+    of processes that cannot share it.
     """
 
     def __init__(
@@ -43,30 +47,32 @@ class DeepseekV4(TargetModel, HyperConnected):
         num_draft_layers: int = 1,
         dtype: torch.dtype,
         numerics: str = "fast",
+        group: ParallelGroup = ALONE,
     ) -> None:
+        check_size(config, group.size)
         super().__init__(config, Precision(dtype=dtype, numerics=numerics_named(numerics)))
-        self.draft_head = draft_head
+        self.draft_head, self.group = draft_head, group
         self.vocab_size, self.max_position_embeddings = config.vocab_size, config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.embed = VocabularyEmbedding(config.vocab_size, config.hidden_size, dtype, group)
         seen: Counter[Compression | None] = Counter()
         layers = []
         for index, spec in enumerate(config.layers):
             kind = compression_of(config, spec)
-            layers.append(Block(config, spec, index, seen[kind], self.precision))
+            layers.append(Block(config, spec, index, seen[kind], self.precision, group))
             seen[kind] += 1
         self.layers = nn.ModuleList(layers)
         kinds = [compression_of(config, spec) for spec in config.layers]
         self._kinds = tuple(None if kind is None else kind.name for kind in kinds)
         self.few: Few | None = None
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, self.precision)
-        self.head = Linear(config.hidden_size, config.vocab_size, self.precision)
+        self.head = Linear(config.hidden_size, group.part(config.vocab_size), self.precision)
         self.add_site("head")
         self.mtp = nn.ModuleList()
         if draft_head is DraftHeadKind.MTP:
-            self.mtp = nn.ModuleList([MTPHead(config, self.precision)])
+            self.mtp = nn.ModuleList([MTPHead(config, self.precision, group)])
         elif draft_head is DraftHeadKind.DSPARK:
-            self.mtp = DSparkHead(config, num_draft_layers, self.precision)
+            self.mtp = DSparkHead(config, num_draft_layers, self.precision, group)
         for name, compress in (("main", False), ("compress", True)):
             frequencies = rope_frequencies(config, compress=compress, dtype=self.precision.wide)
             self.register_buffer(f"rope_{name}", frequencies, persistent=False)
@@ -154,7 +160,7 @@ class DeepseekV4(TargetModel, HyperConnected):
 
     def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
         logits_TV: torch.Tensor = self.head(x_TD)
-        return logits_TV.to(self.precision.wide)
+        return self.group.all_gather(logits_TV.to(self.precision.wide))
 
     def num_experts(self, num_nodes: float) -> float:
         # As if nodes were routed independently and evenly: an upper bound, since a tree's nodes resemble each other.

@@ -14,13 +14,14 @@ from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.modules import Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.names import DRAFT_LAYER
 from compressed_spec.models.deepseek_v4.rope import Rotation
+from compressed_spec.parallel import ParallelGroup
 
 
 class MTPHead(Block):
     """`mtp.0`: a sliding-window, score-routed block with its input projections and its own output collapse and norm."""
 
-    def __init__(self, config: DeepseekV4Config, precision: Precision) -> None:
-        super().__init__(config, DRAFT_LAYER, 0, 0, precision)
+    def __init__(self, config: DeepseekV4Config, precision: Precision, group: ParallelGroup) -> None:
+        super().__init__(config, DRAFT_LAYER, 0, 0, precision, group)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.e_proj = Linear(width, width, precision)
         self.h_proj = Linear(width, width, precision)

@@ -14,7 +14,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 # Bytes an element; dtypes that no DeepSeek-V4 checkpoint uses are listed so that their shards can still be checked.
-_ITEM_BYTES = {
+ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
@@ -119,7 +119,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if any(start != end for (start, _), end in zip(spans, ends, strict=False)):
         raise ValueError(f"{path.name} has overlapping or missing tensor bytes: download it again")
     for name, info in tensors.items():
-        item = _ITEM_BYTES.get(info.dtype)
+        item = ITEM_BYTES.get(info.dtype)
         if item is not None and info.nbytes != item * math.prod(info.shape):
             raise ValueError(f"{path.name} stores {info.nbytes} bytes for {name}, not its shape's: download it again")
     return tensors

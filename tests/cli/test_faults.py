@@ -245,6 +245,37 @@ def test_T36_a_prompt_that_is_not_text(
 
 
 def test_T36_several_processes(run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun every rank would load the whole model and print."""
+    """Without torchrun each would load the whole model and print."""
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert_refused(run("generate", tiny, "--prompt", "a"), "Several processes are not supported yet")
+    assert_refused(run("generate", tiny, "--prompt", "a"), "WORLD_SIZE is 8 but RANK is not set: start the processes")
+    for name, value in (("RANK", "9"), ("LOCAL_RANK", "0"), ("GROUP_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert_refused(run("generate", tiny, "--prompt", "a"), "RANK is 9 but WORLD_SIZE 8")
+    monkeypatch.setenv("RANK", "0")
+    assert_refused(run("generate", tiny, "--prompt", "a"), "MASTER_ADDR or MASTER_PORT is not set")
+
+
+def test_T36_the_other_processes_keep_quiet(
+    run: Callable[..., Any], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all of them find wrong, one says."""
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1"), ("GROUP_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    for arguments in (["generate", tiny, "--prompt", "a", "--tree", "oak"], ["generate"], ["frob"]):
+        ran = run(*arguments)
+        assert (ran.code, ran.out, ran.err) == (2, "", "")
+    ran = run("inspect", tiny)
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert run("--help").out == ""
+
+
+def test_T36_descriptions_that_are_not_enough(run: Callable[..., Any], tiny: Path, tmp_path: Path) -> None:
+    config = tiny / "config.json"
+    assert_refused(run("inspect"), "Give either a MODEL or a --config")
+    assert_refused(run("inspect", tiny, "--config", config), "Give either a MODEL or a --config")
+    assert_refused(run("inspect", tiny, "--manifest", config), "--manifest lists the tensors of a checkpoint")
+    assert_refused(run("inspect", "--config", config, "--manifest", tmp_path / "no"), "no cannot be read")
+    assert_refused(run("inspect", "--config", tmp_path / "no"), "no does not exist")
+    assert_refused(run("inspect", tiny, "--memory", 80), "add --tp")
+    assert_refused(run("inspect", tiny, "--tp", 3), "3 processes cannot share this model evenly", "use one of 1, 2.")
+    assert_refused(run("inspect", tiny, "--tp", 0), "0 processes cannot share")

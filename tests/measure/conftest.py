@@ -53,6 +53,7 @@ SETUP = Setup(
     dtype="float32",
     weights=("F32",),
     numerics="fast",
+    compiled=False,
     device="cpu",
     arrivals="poisson",
     request_timeout=None,

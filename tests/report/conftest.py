@@ -45,6 +45,7 @@ SETUP = Setup(
     dtype="float32",
     weights=("F8_E4M3", "I8"),
     numerics="fast",
+    compiled=False,
     device="cpu",
     arrivals="poisson",
     request_timeout=None,
