@@ -28,7 +28,8 @@ class Setup:
     where a checkpoint is too large to be read whole. num_requests: a point. max_new_tokens: a request's most. seed: of
     the noise and of the arrivals. prompt_format: "template" (the checkpoint's own), "chat" or "raw"; prompt_template:
     its text, if it has one. stop_rule: what ends a text. cache_policy: how rows are given out. dtype: of weights,
-    activations and KV; weights: the dtypes of the stored tensors. numerics: "fast" or "invariant", compiled: its pieces. arrivals: how
+    activations and KV; weights: the dtypes of the stored tensors. numerics: "fast" or "invariant". compiled: whether
+    the model's pieces were. arrivals: how
     requests come at an arrival rate ("poisson", "uniform"). request_timeout: seconds from its arrival after which a
     request is given up, None for never. warmup_tokens: decoded a request before a point is timed. num_processes: that
     decode together.

@@ -21,6 +21,7 @@ SIDES = ("transformers", "off", "chain", "tree")
 SMALL = [
     *("--context", "24", "--long-context", "60", "--max-new-tokens", "12", "--num-prompts", "2", "--repeats", "1"),
     *("--batch-sizes", "1", "2", "--chains", "s1_k1_d2", "--trees", "s2_k2_d5"),
+    "--no-compile",
 ]
 
 
