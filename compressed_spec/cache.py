@@ -99,6 +99,33 @@ class Scratch:
         return rows_RD[: self._cache.num_persistent(pool)] if self._out_of_place else rows_RD
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Accepted:
+    """Accepted nodes of a round, path after path. num_after_F: nodes of its path that follow each."""
+
+    slot_F: Ints
+    position_F: Ints
+    sequence_F: Ints
+    num_after_F: Ints
+
+
+def _accepted(verify: Verification, paths: Sequence[Sequence[int]]) -> _Accepted:
+    flat: list[int] = []
+    num_after: list[int] = []
+    first = 0
+    for tree, path in zip(verify.trees, paths, strict=True):
+        flat += [first + node for node in path]
+        num_after += range(len(path) - 1, -1, -1)
+        first += len(tree)
+    nodes = verify.plan.nodes.take(np.asarray(flat, dtype=np.int64))
+    return _Accepted(
+        slot_F=nodes.slot_T,
+        position_F=nodes.position_T,
+        sequence_F=nodes.sequence_T,
+        num_after_F=np.asarray(num_after, dtype=np.int64),
+    )
+
+
 class Cache:
     """Pools for `batch_size` sequences of at most `max_length` tokens; a row of length 0 is free.
 
@@ -196,9 +223,8 @@ class Cache:
         for tree, path in zip(verify.trees, paths, strict=True):
             tree.check_path(path)
         self.next_ticket()
-        firsts = np.cumsum([0, *(len(tree) for tree in verify.trees)])
-        flat = [first + np.asarray(path, dtype=np.int64) for first, path in zip(firsts, paths, strict=False) if path]
-        if not flat:
+        accepted = _accepted(verify, paths)
+        if not len(accepted.slot_F):
             return
         moves: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor] | None] = {}
         grown = [row for row, path in zip(verify.rows, paths, strict=True) if path]
@@ -207,7 +233,7 @@ class Cache:
             # Pools that are addressed alike move alike: their lists are made and sent once.
             key = (pool.addressing, pool.per_sequence, pool.shift, pool.compression)
             if key not in moves:
-                moves[key] = self._move(pool, verify.plan, flat)
+                moves[key] = self._move(pool, accepted)
             move = moves[key]
             if move is not None:
                 rows_LRD = self.pools[pool.name]
@@ -216,29 +242,25 @@ class Cache:
             self._lengths[row] += len(path)
         self._damaged.difference_update(grown)
 
-    def _move(self, pool: PoolSpec, plan: RowPlan, paths: Sequence[Ints]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _move(self, pool: PoolSpec, accepted: "_Accepted") -> tuple[torch.Tensor, torch.Tensor] | None:
         """Source and destination rows of the accepted nodes, None where no row moves."""
-        sources, targets = [], []
-        for path in paths:
-            nodes, position = path, plan.nodes.position_T[path] + pool.shift
-            source = plan.nodes.slot_T[path]
-            if pool.addressing is Addressing.RING:
-                # A path longer than the ring leaves only its last rows.
-                keep = (np.arange(len(nodes)) >= len(nodes) - pool.per_sequence) & (position >= 0)
-                slot = position % pool.per_sequence
-            elif pool.addressing is Addressing.ENTRIES:
-                assert pool.compression is not None
-                keep = (position + 1) % pool.compression.ratio == 0
-                slot = position // pool.compression.ratio
-            else:
-                keep = np.arange(len(nodes)) == len(nodes) - 1
-                slot = np.zeros_like(position)
-            sources.append(source[keep])
-            targets.append((plan.nodes.sequence_T[nodes] * pool.per_sequence + slot)[keep])
-        source, target = np.concatenate(sources), np.concatenate(targets)
-        if not len(source):
+        position = accepted.position_F + pool.shift
+        if pool.addressing is Addressing.RING:
+            # A path longer than the ring leaves only its last rows.
+            keep = (accepted.num_after_F < pool.per_sequence) & (position >= 0)
+            slot = position % pool.per_sequence
+        elif pool.addressing is Addressing.ENTRIES:
+            assert pool.compression is not None
+            keep = (position + 1) % pool.compression.ratio == 0
+            slot = position // pool.compression.ratio
+        else:
+            keep = accepted.num_after_F == 0
+            slot = np.zeros_like(position)
+        if not keep.any():
             return None
-        both = torch.from_numpy(np.stack((source + self.num_persistent(pool.name), target))).to(self.device)
+        source = accepted.slot_F + self.num_persistent(pool.name)
+        target = accepted.sequence_F * pool.per_sequence + slot
+        both = torch.from_numpy(np.stack((source, target))[:, keep]).to(self.device)
         return both[0], both[1]
 
     def _owned(self, pool: PoolSpec, row: int, length: int) -> slice:
