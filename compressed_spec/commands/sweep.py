@@ -101,7 +101,8 @@ class SweepCommand:
             datasets = [read_dataset(name, num_requests) for name in grid.datasets]
             checkpoint = open_checkpoint(checkpoint_folder(self.model))
             tokenizer = load_tokenizer(checkpoint.folder)
-            workloads = {one.name: self._workload(one, checkpoint, tokenizer) for one in datasets}
+            weights_hash = checkpoint_hash(checkpoint.folder)
+            workloads = {one.name: self._workload(one, checkpoint, weights_hash, tokenizer) for one in datasets}
             with _results(self.output) as results:
                 model = load_model(
                     checkpoint.folder,
@@ -164,12 +165,14 @@ class SweepCommand:
         )
         return trees, grid, num_requests
 
-    def _workload(self, dataset: Dataset, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase) -> Workload:
+    def _workload(
+        self, dataset: Dataset, checkpoint: Checkpoint, weights_hash: str, tokenizer: PreTrainedTokenizerBase
+    ) -> Workload:
         prompting = prompting_for(tokenizer, self.prompt_format, dataset.task)
         eos = ", ".join(map(str, checkpoint.config.eos_token_ids))
         setup = Setup(
             model=self.model,
-            checkpoint_hash=checkpoint_hash(checkpoint.folder),
+            checkpoint_hash=weights_hash,
             tokenizer_hash=tokenizer_hash(checkpoint.folder),
             num_requests=len(dataset.prompts),
             max_new_tokens=self.max_new_tokens,

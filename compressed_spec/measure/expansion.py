@@ -1,7 +1,6 @@
 """Lists on the command line: `off,s3_k2_d6,s{2..7}_k{1,2,3}_d{2..16},auto`."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -123,6 +122,6 @@ def expand_numbers(option: str, text: str, *, least: float, whole: bool) -> list
     return list(numbers)
 
 
-def expand_names(text: str) -> Sequence[str]:
+def expand_names(text: str) -> list[str]:
     """The items of a list, each once."""
     return list(dict.fromkeys(expand(text)))
