@@ -141,7 +141,7 @@ def _compression(
             base_T=table.base_T,
             count_T=table.count_T,
             extra_rows_TX=table.extra_rows_TX,
-            entry_N=torch.arange(most_visible, device=table.base_T.device),
+            entry_N=table.base_T.new_empty(0),  # the kernels count entries by themselves
         ),
         num_visible=most_visible,
         listed_TK=None if chosen else table.listed_TK,

@@ -152,5 +152,6 @@ def choose_rows(
 
     spans_B4: (first node, end node, base row, count) of each sequence, which the nodes' own base and count repeat.
     """
-    rows_TN = selected_rows(comp.reach, comp.reach.entry_N.expand(len(q_THI), -1))
+    entry_N = torch.arange(comp.num_visible, device=q_THI.device)
+    rows_TN = selected_rows(comp.reach, entry_N.expand(len(q_THI), -1))
     return selected_rows(comp.reach, select_entries(gathered_index_scores(q_THI, weights_TH, keys_RI, rows_TN), k))
