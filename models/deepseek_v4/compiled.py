@@ -35,7 +35,7 @@ _PIECES: dict[type, tuple[str, ...]] = {
     DeepseekV4: ("logits", "draft_logits"),
 }
 _FIXED_LISTS = frozenset({"window_rows_TW", "pool_rows_CS", "window_rows_NW"})
-FEW = Few(nodes=16, keys=2**16)  # measured on two cores, hidden size 128, 16 experts of which 2 are chosen
+FEW = Few(nodes=128, keys=2**17)  # measured on two cores, hidden size 128, 16 experts of which 2 are chosen
 
 
 class _Program:
