@@ -14,6 +14,7 @@ from compressed_spec.sampling import target_log_probs, target_tokens
 from compressed_spec.sampling_params import SamplingParams
 from compressed_spec.verifying import (
     Acceptance,
+    CoupledVerifier,
     DraftTree,
     GreedyVerifier,
     TargetVerifier,
@@ -80,7 +81,7 @@ def accept(
             for c, draft in zip(contexts, drafts, strict=True)
             for end in range(len(draft.tree))
         ]
-    if verifier.name == "coupled" or all(c.params.is_greedy for c in contexts):
+    if isinstance(verifier, CoupledVerifier) or all(c.params.is_greedy for c in contexts):
         positions_T = torch.tensor(
             [
                 len(c.prompt_ids) + len(c.output_ids) + depth

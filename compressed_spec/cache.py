@@ -237,7 +237,7 @@ class Cache:
             move = moves[key]
             if move is not None:
                 rows_LRD = self.pools[pool.name]
-                rows_LRD[:, move[1]] = rows_LRD[:, move[0]]
+                rows_LRD.index_copy_(1, move[1], rows_LRD.index_select(1, move[0]))
         for row, path in zip(verify.rows, paths, strict=True):
             self._lengths[row] += len(path)
         self._damaged.difference_update(grown)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compressed_spec.target import TargetModel
-from compressed_spec.testing.drafters import tree_around
+from compressed_spec.topology import tree_around
 from compressed_spec.tree import TokenTree, parse_tree
 
 

@@ -21,7 +21,7 @@ from compressed_spec.partial import Claim, LayerStreams
 from compressed_spec.rows import RowPlan, make_plan, plan_nodes
 from compressed_spec.tree import TokenTree
 
-DEFAULT_CHUNK = 256
+DEFAULT_CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,3 +81,22 @@ class Topology:
         """Steps, most children of a node, and nodes."""
         most = max((self.parents.count(node) for node in range(len(self))), default=0)
         return TreeShape(num_steps=max(self.depths), top_k=most, num_nodes=len(self))
+
+
+def tree_around(root: int, future: Sequence[int], shape: TreeShape, vocab_size: int) -> TokenTree:
+    """The tokens of `future` as a chain of at most `num_steps`, each after `top_k - 1` siblings of other tokens.
+
+    Where `num_nodes` do not reach for all siblings of a token, it comes alone or with fewer. Its node is always the
+    last of them.
+    """
+    tokens, parents, tip = [root], [-1], 0
+    for token in future[: shape.num_steps]:
+        siblings = [
+            (token + i) % vocab_size for i in range(min(shape.top_k, shape.num_nodes - len(tokens)) - 1, -1, -1)
+        ]
+        if not siblings:
+            break
+        tokens += siblings
+        parents += [tip] * len(siblings)
+        tip = len(tokens) - 1
+    return TokenTree(tokens=tokens, parents=parents)

@@ -6,7 +6,7 @@ from compressed_spec.drafting.base import Drafter, DraftPlan, SamplingDrafter
 from compressed_spec.drafting.early_exit import EarlyExitDrafter
 from compressed_spec.drafting.sampled import fixed_topology
 from compressed_spec.tree import TokenTree
-from compressed_spec.verifying import DraftTree, Proposal, Verifier
+from compressed_spec.verifying import CoupledVerifier, DraftTree, Proposal, Verifier
 
 
 def proposal_for(verifier: Verifier, drafter: Drafter | None, plan: DraftPlan | None) -> Proposal:
@@ -16,7 +16,7 @@ def proposal_for(verifier: Verifier, drafter: Drafter | None, plan: DraftPlan | 
     """
     if drafter is None or plan is None:
         return Proposal.DETERMINISTIC
-    if verifier.name == "coupled":
+    if isinstance(verifier, CoupledVerifier):
         return Proposal.COUPLED
     chain = TokenTree.chain([0, 0])
     try:

@@ -15,7 +15,7 @@ from compressed_spec.layout import CacheShape, StateSpec
 from compressed_spec.measure.timing import in_turns, seconds
 from compressed_spec.rows import make_plan
 from compressed_spec.target import TargetModel
-from compressed_spec.testing.drafters import tree_around
+from compressed_spec.topology import tree_around
 from compressed_spec.tree import TokenTree, TreeShape
 
 WIDEST = TreeShape(num_steps=5, top_k=3, num_nodes=16)  # of the trees whose verification is timed

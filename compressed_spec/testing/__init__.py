@@ -7,7 +7,6 @@ from compressed_spec.testing.drafters import (
     ScriptedDrafter,
     WrongDrafter,
     random_tree,
-    tree_around,
 )
 from compressed_spec.testing.markov import MarkovModel, cycle, mixed_table
 from compressed_spec.testing.models import (
@@ -53,5 +52,4 @@ __all__ = [
     "random_tree",
     "raw_bytes",
     "tiny_config",
-    "tree_around",
 ]

@@ -4,7 +4,8 @@ import random
 from collections.abc import Sequence
 
 from compressed_spec.drafting.base import DraftRequest
-from compressed_spec.tree import TokenTree, TreeShape
+from compressed_spec.topology import tree_around
+from compressed_spec.tree import TokenTree
 
 
 class ScriptedDrafter:
@@ -85,25 +86,6 @@ class RandomDrafter:
             random_tree(self._random, root, num_nodes=request.shape.num_nodes, vocab_size=self._vocab_size)
             for root in request.roots
         ]
-
-
-def tree_around(root: int, future: Sequence[int], shape: TreeShape, vocab_size: int) -> TokenTree:
-    """The tokens of `future` as a chain of at most `num_steps`, each after `top_k - 1` siblings of other tokens.
-
-    Where `num_nodes` do not reach for all siblings of a token, it comes alone or with fewer. Its node is always the
-    last of them.
-    """
-    tokens, parents, tip = [root], [-1], 0
-    for token in future[: shape.num_steps]:
-        siblings = [
-            (token + i) % vocab_size for i in range(min(shape.top_k, shape.num_nodes - len(tokens)) - 1, -1, -1)
-        ]
-        if not siblings:
-            break
-        tokens += siblings
-        parents += [tip] * len(siblings)
-        tip = len(tokens) - 1
-    return TokenTree(tokens=tokens, parents=parents)
 
 
 def random_tree(rng: random.Random, root: int, *, num_nodes: int, vocab_size: int) -> TokenTree:

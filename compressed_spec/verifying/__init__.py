@@ -14,6 +14,7 @@ from compressed_spec.verifying.traversal import TraversalVerifier
 __all__ = [
     "Acceptance",
     "Coins",
+    "CoupledVerifier",
     "DraftTree",
     "GreedyVerifier",
     "Proposal",
