@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
@@ -56,13 +58,18 @@ class _Program:
         # The C++ wrapper: between two fused loops, Python costs more than the loops.
         options: dict[str, Any] = {"guard_filter_fn": _no_guards, "cpp_wrapper": True}
         self._compiled = torch.compile(call, fullgraph=True, options=options)
-        self._marked = False
+        self._call = call
+        self._direct: Callable[..., Any] | None = None
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
-        if not self._marked:
-            _leave_open(args)
-            self._marked = True
-        return self._compiled(module, *args)
+        if self._direct is not None:
+            return self._direct(module, *args)
+        _leave_open(args)
+        result = self._compiled(module, *args)
+        # From now on what the compiler has made of it, without its dispatch, which is as long as a small layer.
+        (entry,) = _debug_get_cache_entry_list(self._call.__code__)
+        self._direct = FunctionType(entry.code, self._call.__globals__, closure=self._call.__closure__)
+        return result
 
 
 class _Piece:

@@ -28,7 +28,7 @@ def test_a_process_of_eight(run: Callable[..., Any]) -> None:
     assert needs["cache_bytes"] + needs["scratch_bytes"] == found["cache_bytes"]
     assert ran.code == 2
     (problem,) = found["problems"]
-    assert problem.startswith("each of 8 processes needs 126.3 GiB but a device has 80.0 GiB: use fewer sequences")
+    assert problem.startswith("each of 8 processes needs 126.4 GiB but a device has 80.0 GiB: use fewer sequences")
     assert ran.err.startswith("compressed-spec: 1 problem found in ")
 
 

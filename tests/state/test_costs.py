@@ -59,7 +59,7 @@ def test_entries_are_not_copied_where_no_window_closed(mixed: Reference, text: l
         verify = mixed.model.verify(cache, [TokenTree(tokens=[5], parents=[-1])])
         with OpCounter() as counter:
             cache.commit(verify, [[0]])
-        counts.append(sum(count for name, count in counter.ops.items() if "index_put" in name))
+        counts.append(sum(count for name, count in counter.ops.items() if "index_copy" in name))
     assert counts == [6, 9]
 
 
