@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from compressed_spec.measure.identity import command_line
 from compressed_spec.measure.record import Environment
 
 _PACKAGES = ("compressed-spec", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
@@ -31,7 +32,7 @@ def environment(device: torch.device, argv: Sequence[str]) -> Environment:
         num_threads=torch.get_num_threads(),
         device_name=torch.cuda.get_device_name(device) if on_gpu else cpu,
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else num_pages * page_bytes,
-        argv=tuple(argv),
+        argv=tuple(command_line(argv)),  # the program by its name: where it lies says nothing of the run
     )
 
 
