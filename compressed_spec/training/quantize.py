@@ -8,25 +8,20 @@ from collections.abc import Mapping
 import torch
 
 from compressed_spec.kernels.dequantize import dequantize_fp4, dequantize_fp8
+from compressed_spec.models.deepseek_v4.stored_kinds import StoredKind, stored_kind
 from compressed_spec.models.deepseek_v4.tiny_tensors import store_fp4, store_fp8
 
 BLOCK = (128, 128)
-_FP8_LINEARS = (
-    *(f".attn.{name}.weight" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")),
-    *(f".shared_experts.{name}.weight" for name in ("w1", "w2", "w3")),
-    *(f"mtp.0.{name}.weight" for name in ("e_proj", "h_proj")),
-)
-_FP4_STACKS = (".experts.w13", ".experts.w2")
 
 
 def is_fp4(name: str) -> bool:
     """Whether a parameter is a stack of routed experts."""
-    return name.endswith(_FP4_STACKS)
+    return stored_kind(name) is StoredKind.EXPERTS
 
 
 def is_fp8(name: str) -> bool:
     """Whether a parameter is a linear that DeepSeek-V4 stores in FP8."""
-    return name.endswith(_FP8_LINEARS)
+    return stored_kind(name) is StoredKind.LINEAR
 
 
 def rounded(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -17,15 +17,11 @@ from compressed_spec.models.deepseek_v4.checkpoint import weight_block_size as d
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config, parse_config
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind, Shape, expected_parameters
 from compressed_spec.models.deepseek_v4.safetensors_folder import ITEM_BYTES, TensorInfo, read_json_object
+from compressed_spec.models.deepseek_v4.stored_kinds import StoredKind, stored_kind
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _BLOCK = 128
-# What upstream stores as FP8 with block scales, apart from experts; and as float32. Everything else is BF16.
-_FP8 = re.compile(
-    r"\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.weight$|\.shared_experts\.w[123]\.weight$"
-    r"|^mtp\.0\.(e_proj|h_proj|main_proj)\.weight$"
-)
-_F32 = re.compile(r"(^|\.)hc_\w+$|\.attn_sink$|\.ape$|\.gate\.bias$")
+_PLAIN_DTYPES = {StoredKind.TABLE: "I64", StoredKind.WIDE: "F32", StoredKind.PLAIN: "BF16"}
 
 
 def read_manifest(path: Path) -> dict[str, TensorInfo]:
@@ -95,13 +91,13 @@ def stored_tensors(
     scale_dtype = "F8_E8M0" if experts == "fp4" else "F32"
     tensors: dict[str, TensorInfo] = {}
     for name, shape in expected_parameters(config, draft_head, num_draft_layers).items():
-        if name.endswith((".experts.w13", ".experts.w2")):
+        kind = stored_kind(name)
+        if kind is StoredKind.EXPERTS:
             tensors |= _experts(name, shape, fp4=experts == "fp4", scale_dtype=scale_dtype)
-        elif _FP8.search(name):
+        elif kind is StoredKind.LINEAR:
             tensors |= _fp8(name, shape, scale_dtype)
         else:
-            dtype = "I64" if name.endswith(".tid2eid") else "F32" if _F32.search(name) else "BF16"
-            tensors[name] = _info(dtype, shape)
+            tensors[name] = _info(_PLAIN_DTYPES[kind], shape)
     return dict(sorted(tensors.items()))
 
 

@@ -1,7 +1,6 @@
 """How many bytes each weight takes, whose part of a step it belongs to, and how ranks share it.
 
-The formats are those of the released checkpoints; the split is that of DeepSeek's own inference code: vocabulary rows,
-heads, output groups and whole experts are divided, everything else is on every rank.
+The formats are those of the released checkpoints, the split that of `parallel_plan`.
 """
 
 import math
@@ -13,6 +12,8 @@ from enum import StrEnum
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.json_fields import read_section
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind, Shape, expected_parameters
+from compressed_spec.models.deepseek_v4.parallel_plan import amounts, split_of
+from compressed_spec.models.deepseek_v4.stored_kinds import StoredKind, stored_kind
 
 
 class Rate(StrEnum):
@@ -93,7 +94,6 @@ def checkpoint_storage(raw: Mapping[str, object]) -> Storage:
 
 
 FLOAT32_STORAGE = Storage(linear=F32, experts=F32, plain=F32, wide=F32)
-BFLOAT16_STORAGE = Storage(linear=BF16, experts=BF16, plain=BF16, wide=F32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,33 +114,24 @@ class Weight:
         return self.num_bytes // num_ranks if self.split else self.num_bytes
 
 
-# Of each name within its block, the first pattern that fits it: its part, and whether ranks divide it.
+# Of each name within its block, the first pattern that fits it.
 _PARTS = tuple(
-    (re.compile(pattern), part, split)
-    for pattern, part, split in (
-        (r"embed\.", Part.EMBEDDING, True),
-        (r"head\.", Part.HEAD, True),
-        (r"hc_", Part.HYPER, False),
-        (r"attn\.indexer\.(wq_b|weights_proj)\.", Part.INDEXER, True),
-        (r"attn\.indexer\.", Part.INDEXER, False),
-        (r"attn\.compressor\.", Part.COMPRESSOR, False),
-        (r"attn\.(wq_b|wo_a|wo_b|attn_sink)", Part.ATTENTION, True),
-        (r"attn", Part.ATTENTION, False),
-        (r"ffn\.experts\.", Part.EXPERTS, True),
-        (r"ffn\.shared_experts\.", Part.SHARED, False),
-        (r"ffn", Part.ROUTER, False),
-        (r"norm\.", Part.HEAD, False),
-        (r"markov_head\.", Part.MARKOV, True),
-        (r"confidence_head\.", Part.MARKOV, False),
-        (r"(e_proj|h_proj|main_proj|enorm|hnorm|main_norm)\.", Part.DRAFT_INPUT, False),
+    (re.compile(pattern), part)
+    for pattern, part in (
+        (r"embed\.", Part.EMBEDDING),
+        (r"head\.", Part.HEAD),
+        (r"hc_", Part.HYPER),
+        (r"attn\.indexer\.", Part.INDEXER),
+        (r"attn\.compressor\.", Part.COMPRESSOR),
+        (r"attn", Part.ATTENTION),
+        (r"ffn\.experts\.", Part.EXPERTS),
+        (r"ffn\.shared_experts\.", Part.SHARED),
+        (r"ffn", Part.ROUTER),
+        (r"norm\.", Part.HEAD),
+        (r"(markov_head|confidence_head)\.", Part.MARKOV),
+        (r"(e_proj|h_proj|main_proj|enorm|hnorm|main_norm)\.", Part.DRAFT_INPUT),
     )
 )
-_TABLE = re.compile(r"\.tid2eid$")
-_QUANTIZED = re.compile(
-    r"(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|shared_experts\.w[123]|e_proj|h_proj|main_proj)\.weight$"
-)
-_WIDE = re.compile(r"(hc_(attn|ffn|head)_(fn|base|scale)|attn_sink|\.ape|gate\.bias)$")
-_EXPERTS = re.compile(r"\.experts\.w(13|2)$")
 
 
 def model_weights(
@@ -151,41 +142,35 @@ def model_weights(
     for name, shape in expected_parameters(config, draft_head, num_draft_layers).items():
         block = re.match(r"(?:layers|mtp)\.\d+(?=\.)", name)
         leaf = name[block.end() + 1 :] if block else name
-        part, split = next((part, split) for pattern, part, split in _PARTS if pattern.match(leaf))
         form = _format(name, storage)
         weights.append(
             Weight(
                 name=name,
                 block=block.group() if block else "",
-                part=part,
+                part=next(part for pattern, part in _PARTS if pattern.match(leaf)),
                 num_elements=math.prod(shape),
                 num_bytes=form.nbytes(shape),
                 rate=form.rate,
                 is_matrix=len(shape) > 1 and not name.endswith((".ape", ".tid2eid")),
-                split=split,
+                split=split_of(name) is not None,
             )
         )
     return weights
 
 
 def _format(name: str, storage: Storage) -> Format:
-    if _TABLE.search(name):
-        return I64
-    if _EXPERTS.search(name):
-        return storage.experts
-    if _QUANTIZED.search(name):
-        return storage.linear
-    return storage.wide if _WIDE.search(name) else storage.plain
+    formats = {
+        StoredKind.TABLE: I64,
+        StoredKind.EXPERTS: storage.experts,
+        StoredKind.LINEAR: storage.linear,
+        StoredKind.WIDE: storage.wide,
+        StoredKind.PLAIN: storage.plain,
+    }
+    return formats[stored_kind(name)]
 
 
 def check_split(config: DeepseekV4Config, num_ranks: int) -> None:
-    """Raise ValueError unless so many ranks can share the model's output groups, heads, experts and vocabulary."""
-    for key, count in (
-        ("o_groups", config.o_groups),
-        ("num_attention_heads", config.num_attention_heads),
-        ("index_n_heads", config.index_n_heads),
-        ("n_routed_experts", config.n_routed_experts),
-        ("vocab_size", config.vocab_size),
-    ):
+    """Raise ValueError unless so many ranks can share the model."""
+    for key, count in (amounts(config) | {"index_n_heads": config.index_n_heads}).items():
         if num_ranks < 1 or count % num_ranks:
             raise ValueError(f"--tp {num_ranks} does not divide {key} = {count}: choose a divisor of it.")
