@@ -18,7 +18,6 @@ from compressed_spec.measure.record import RequestRecord, SweepRecord
 from compressed_spec.tree import TreeShape, parse_tree
 
 OFF = "off"
-Trees = Mapping[str, Sequence[SweepRecord]]
 
 
 class Measure(Enum):

@@ -3,14 +3,12 @@
 import hashlib
 import os
 import platform
-import subprocess
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from compressed_spec.measure.identity import command_line
+from compressed_spec.measure.identity import command_line, git_revision, num_cpus, processor, versions
 from compressed_spec.measure.record import Environment
 
 _PACKAGES = ("compressed-spec", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
@@ -20,15 +18,15 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 def environment(device: torch.device, argv: Sequence[str]) -> Environment:
     """This process's."""
-    cpu = _cpu_name()
+    cpu = processor() or platform.machine()
     num_pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     on_gpu = device.type == "cuda"
     return Environment(
-        versions={"python": platform.python_version(), **_versions()},
-        git_revision=_git_revision(Path(__file__)),
+        versions={name: found for name, found in versions(_PACKAGES).items() if found is not None},
+        git_revision=git_revision("-dirty"),
         platform=platform.platform(),
         cpu=cpu,
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=num_cpus(),
         num_threads=torch.get_num_threads(),
         device_name=torch.cuda.get_device_name(device) if on_gpu else cpu,
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else num_pages * page_bytes,
@@ -69,41 +67,3 @@ def _blocks(path: Path, *, whole: bool) -> Iterable[bytes]:
         for i in range(_NUM_SAMPLES):  # the first holds the header, the last the end
             file.seek(i * (size - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1))
             yield file.read(_SAMPLE_BYTES)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from a checkout, or a platform without it
-            continue
-    return found
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _git_revision(file: Path) -> str | None:
-    """Of the repository that tracks this file; one that merely surrounds an installed copy is not ours."""
-    file = file.resolve()
-    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
-        return None
-    revision = _git(file.parent, "rev-parse", "HEAD")
-    if revision is None:
-        return None
-    return f"{revision}-dirty" if _git(file.parent, "status", "--porcelain", "--untracked-files=no") else revision
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
-    except OSError:  # no git here
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -15,10 +15,10 @@ import torch
 PACKAGES = ("compressed-spec", "torch", "transformers", "numpy")
 
 
-def versions() -> dict[str, str | None]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     """Of Python and the packages that matter; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -28,29 +28,36 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, str | int | None]:
     """The processor, and how many of its threads this process may use."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in _lines(info) if line.startswith("model name")]
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
-        "processor": names[0] if names else platform.processor() or None,
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": processor(),
+        "num_cpus": num_cpus(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+def processor() -> str | None:
+    """The processor's name, None where the system does not say."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or None
 
 
-def git_revision() -> str | None:
-    """The revision that this package runs from, with "+changes" where the tree differs from it; None outside git."""
+def num_cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def git_revision(changed: str = "+changes") -> str | None:
+    """The revision that this package runs from, with `changed` behind it where the tree differs; None outside git."""
     root = Path(__file__).resolve().parents[2]
     tracked = _git(root, "ls-files", "--error-unmatch", str(Path(__file__).resolve()))  # not so in site-packages
     revision = _git(root, "rev-parse", "HEAD")
     if tracked is None or revision is None:
         return None
-    return revision + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    return revision + (changed if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

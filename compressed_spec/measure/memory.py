@@ -1,11 +1,12 @@
 """The most memory that a stretch of work had in use: a GPU's as its allocator counts it, else the process's."""
 
-import resource
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from compressed_spec.measure.identity import peak_memory
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")  # writing 5 starts the kernel's high-water mark afresh (proc(5))
 _STATUS = Path("/proc/self/status")
@@ -40,4 +41,4 @@ class PeakMemory:
             for line in _STATUS.read_text().splitlines():
                 if line.startswith("VmHWM:"):
                     return Peak(num_bytes=int(line.split()[1]) * 1024, of="process")
-        return Peak(num_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, of="process-lifetime")
+        return Peak(num_bytes=peak_memory(), of="process-lifetime")

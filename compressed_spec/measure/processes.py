@@ -1,22 +1,23 @@
 """Several processes that decode the same (torchrun): the first alone prints and writes, and what depends on clocks or
 files is decided by it."""
 
-import os
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from compressed_spec.launch import Process
 
 T = TypeVar("T")
 
 
 def is_first_process() -> bool:
     """Whether this process prints and writes: rank 0 of torchrun's, or the only one."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return Process.from_environment().is_first
 
 
 def num_processes() -> int:
     """Processes that decode together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return Process.from_environment().world_size
 
 
 def from_first(value: T) -> T:

@@ -47,6 +47,12 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def fastest(call: Callable[[], object], repeats: int) -> float:
+    """Least wall time of a call that has been made once before: what disturbs a machine only ever makes it slower."""
+    call()
+    return min(seconds(call) for _ in range(repeats))
+
+
 def in_turns(calls: Mapping[str, Callable[[], Result]], repeats: int) -> dict[str, list[Result]]:
     """Results of each call, `repeats` times A B C, B C A, ...: what disturbs the machine for a while disturbs all.
 

@@ -1,7 +1,6 @@
 """Predicted seconds against those of real rounds of a model on this machine."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from compressed_spec.drafting import make_drafter
 from compressed_spec.drafting.base import Drafter, DraftPlan, DraftRequest
 from compressed_spec.drafting.sampled import fixed_topology
 from compressed_spec.measure.planning.roofline import Roofline
+from compressed_spec.measure.timing import fastest
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.target import TargetModel
 from compressed_spec.tree import TokenTree, TreeShape
@@ -94,7 +94,7 @@ def _verify(
         num_nodes=num_rows * nodes,
         context=context,
         predicted=sum(predicted.verify(num_rows, num_rows * nodes, context).values()),
-        measured=_seconds(action),
+        measured=fastest(action, REPEATS),
     )
 
 
@@ -118,7 +118,7 @@ def _draft(
         temperatures=(0.0,) * num_rows,
         noise=None,
     )
-    measured = _seconds(partial(drafter.propose, request))
+    measured = fastest(partial(drafter.propose, request), REPEATS)
     for row in range(num_rows):
         drafter.release(row)
     widths = [1, *[shape.top_k] * (shape.num_steps - 1)]
@@ -130,13 +130,3 @@ def _draft(
         predicted=sum(predicted.draft(num_rows, widths, context).values()),
         measured=measured,
     )
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    action()
-    seconds = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)

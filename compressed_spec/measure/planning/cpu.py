@@ -7,8 +7,6 @@ T = nodes, D = head width, H = heads, R = rows, K = rows listed, I = inputs, O =
 """
 
 import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +17,7 @@ from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.measure.planning.devices import Device, Overhead
 from compressed_spec.measure.planning.roofline import PlannedModel
 from compressed_spec.measure.planning.storage import Rate
+from compressed_spec.measure.timing import fastest
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
@@ -110,8 +109,8 @@ def _products(config: DeepseekV4Config, num_bytes: int) -> _Products:
     def seconds(num_rows: int) -> float:
         """Of one product, without its launch."""
         x_TI, thin_TI = torch.rand(num_rows, inputs), torch.rand(num_rows, THIN_WIDTH)
-        spent = _fastest(lambda: [F.linear(x_TI, weight_OI) for weight_OI in weights])
-        return (spent - _fastest(lambda: [F.linear(thin_TI, thin) for _ in weights])) / count
+        spent = fastest(lambda: [F.linear(x_TI, weight_OI) for weight_OI in weights], REPEATS)
+        return (spent - fastest(lambda: [F.linear(thin_TI, thin) for _ in weights], REPEATS)) / count
 
     one, many = seconds(1), seconds(MANY_ROWS)
     flops = 2 * inputs * outputs * (MANY_ROWS - 1)
@@ -126,7 +125,7 @@ def _gather_bandwidth(config: DeepseekV4Config) -> float:
         q_THD = torch.rand(NODES, config.num_attention_heads, width)
         kv_RD, sink_H = torch.rand(2 * listed, width), torch.zeros(config.num_attention_heads)
         rows_TK = torch.randint(2 * listed, (NODES, listed))
-        return _fastest(lambda: attention(q_THD, kv_RD, rows_TK, None, None, sink_H))
+        return fastest(lambda: attention(q_THD, kv_RD, rows_TK, None, None, sink_H), REPEATS)
 
     spent = seconds(config.head_dim) - seconds(THIN_WIDTH)
     return NODES * listed * config.head_dim * 4 / max(spent, 1e-9)
@@ -137,17 +136,7 @@ def _pass_bandwidth(config: DeepseekV4Config) -> float:
 
     def seconds(width: int) -> float:
         x_TD, y_TD = torch.rand(2, NODES, config.hc_mult * width)
-        return _fastest(lambda: [(x_TD * y_TD).square() for _ in range(64)]) / 128
+        return fastest(lambda: [(x_TD * y_TD).square() for _ in range(64)], REPEATS) / 128
 
     spent = seconds(config.hidden_size) - seconds(THIN_WIDTH)
     return NODES * config.hc_mult * config.hidden_size * 4 / max(spent, 1e-9)
-
-
-def _fastest(action: Callable[[], object]) -> float:
-    action()
-    seconds = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
