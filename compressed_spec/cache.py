@@ -242,7 +242,7 @@ class Cache:
             self._lengths[row] += len(path)
         self._damaged.difference_update(grown)
 
-    def _move(self, pool: PoolSpec, accepted: "_Accepted") -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _move(self, pool: PoolSpec, accepted: _Accepted) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Source and destination rows of the accepted nodes, None where no row moves."""
         position = accepted.position_F + pool.shift
         if pool.addressing is Addressing.RING:

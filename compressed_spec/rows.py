@@ -123,7 +123,7 @@ class Reach:
     """The entries in each node's sight: the `count` committed ones from row `base` on, then its own.
 
     extra_rows_TX: rows of the entries that its ancestors closed in this round, -1 = nothing. entry_N: 0 .. of the
-    entries that any node sees.
+    entries that any node sees, empty where they are listed anyway.
     """
 
     base_T: torch.Tensor
@@ -214,7 +214,7 @@ def _plan_compression(
             base_T=_to_device(base_T, device),
             count_T=_to_device(count_T, device),
             extra_rows_TX=_to_device(extra_TX, device),
-            entry_N=_to_device(np.arange(num_visible), device),
+            entry_N=_to_device(np.arange(num_visible if listed_TK is None else 0), device),
         ),
         num_visible=num_visible,
         listed_TK=None if listed_TK is None else _to_device(listed_TK, device),

@@ -17,12 +17,3 @@ def encode_e4m3(x):
     small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     code = tl.where(bits < 0x3C800000, small, normal)
     return (tl.where(x == x, code, 0x7F) | sign).to(tl.uint8)
-
-
-@triton.jit
-def decode_e4m3(code):
-    """The float32 numbers of codes (uint8). Exact; NaN codes are NaN."""
-    wide = code.to(tl.uint16)
-    # As float16 the bits mean the number times 2^-8, subnormal ones included.
-    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)

@@ -10,6 +10,7 @@ from torch import nn
 
 from compressed_spec.cache import Scratch
 from compressed_spec.kernels.numerics import numerics_named
+from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Compression, StateSpec
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
@@ -170,19 +171,20 @@ class DeepseekV4(TargetModel, HyperConnected):
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         head = self.mtp_head
         assert head is not None, "this model has no MTP head"
-        few = self.few is not None and len(step.tokens_N) <= self.few.nodes
-        written = step.first + torch.arange(len(step.tokens_N), device=self.device) if few else None
+        run = head.step
+        target: Scratch | LayerScratch = scratch
+        if self.few is not None and len(step.tokens_N) <= self.few.nodes:
+            slot_N = step.first + torch.arange(len(step.tokens_N), device=self.device)
+            rows = {"head_kv": scratch.row_ids("head_kv", slot_N)}
+            run, target = head.few_step, scratch.of_layer(head.attn.pools("head_kv"), rows)
         here = AttentionRound(
             rotation=rotation(self.get_buffer("rope_main"), step.position_N),
             window_rows_TW=step.window_rows_NW,
-            scratch=scratch
-            if written is None
-            else scratch.of_layer(head.attn.pools("head_kv"), {"head_kv": scratch.row_ids("head_kv", written)}),
+            scratch=target,
             kv_pool="head_kv",
             first=step.first,
             compression=None,
         )
-        run = head.step if written is None else head.few_step
         return run(step.streams_NMD, self.embed(step.tokens_N), step.tokens_N, here)
 
     def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
