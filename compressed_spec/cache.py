@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
 from compressed_spec.partial import Stopped
 from compressed_spec.rows import Ints, RowPlan
@@ -78,12 +77,9 @@ class Scratch:
             rows_RD[persistent:].index_copy_(0, slots, values_ND)
         return rows_RD
 
-    def of_layer(self, layers: Mapping[str, int], rows: Mapping[str, torch.Tensor]) -> LayerScratch:
-        """The layer's rows in each of these pools, for nodes that write to these `rows` (see `row_ids`)."""
-        return LayerScratch(
-            pools={pool: self._cache.pools[pool][layer] for pool, layer in layers.items()},
-            rows={pool: rows[pool] for pool in layers},
-        )
+    def layer_rows(self, pool: str, layer: int) -> torch.Tensor:
+        """All rows of a layer of a pool `[R, D]`, to be written in place (see `row_ids`)."""
+        return self._cache.layers[pool][layer]
 
     def has(self, pool: str) -> bool:
         """Whether there is a pool of this name."""
@@ -151,6 +147,7 @@ class Cache:
                 f"A cache of {shape.nbytes(spec)} bytes does not fit into the memory of {str(device)!r}: lower "
                 "batch_size, max_length or max_nodes."
             ) from error
+        self.layers = {name: rows_LRD.unbind(0) for name, rows_LRD in self.pools.items()}
         self._lengths = [0] * shape.batch_size
         self._damaged: set[int] = set()
         self._ticket = object()

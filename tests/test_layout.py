@@ -23,6 +23,7 @@ LAYERS = (
         "rows",
         "partial",
         "layer_scratch",
+        "ahead",
         "cache",
         "parallel",
         "watch",

@@ -10,7 +10,7 @@ from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.layout import CacheShape
 from compressed_spec.memory import check_fits
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, open_checkpoint
-from compressed_spec.models.deepseek_v4.compiled import compile_pieces, has_compiler
+from compressed_spec.models.deepseek_v4.compiled import compile_few, has_compiler
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.weights import load_weights
 from compressed_spec.parallel import ALONE, ParallelGroup
@@ -79,7 +79,7 @@ def load_model(
         )
     model = model.to(device).eval().requires_grad_(False)
     if compile and has_compiler():
-        compile_pieces(model)
+        compile_few(model)
     elif compile:
         warnings.warn("There is no C++ compiler here (set CXX), so the model is not compiled.", stacklevel=2)
     return model
