@@ -1,8 +1,8 @@
 """Functions of tensors, compiled ahead of time for a CPU and kept on disk.
 
 Called without Python between their operations: the functions of a decoding step run for some hundred microseconds, and
-torch.compile's way into one takes as long. What is on disk is found by what went into it: this package's source, the
-function's description and its inputs, torch, the compiler and the processor.
+torch.compile's way into one takes as long. What is on disk is found by what went into it: the function's source,
+description and inputs, torch, the compiler and the processor.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -70,15 +69,16 @@ def weights_of(function: nn.Module) -> dict[str, torch.Tensor]:
     return dict(function.named_parameters()) | dict(function.named_buffers())
 
 
-def package_for(function: nn.Module, inputs: Inputs, description: object) -> Path:
+def package_for(function: nn.Module, inputs: Inputs, *, description: object, source: str) -> Path:
     """The function's package, compiled if it is not on disk yet (some 10 to 40 seconds).
 
-    description: all that the function depends on beside its inputs and its weights' names, shapes and dtypes. Its
-    parameters must not require gradients.
+    description: all that the function depends on beside its inputs and its weights' names, shapes and dtypes; source: a
+    digest of the code that it runs (see `source_digest`). Its parameters must not require gradients.
     """
-    weights = tuple((name, str(w.dtype), tuple(w.shape)) for name, w in weights_of(function).items())
-    what = repr((type(function).__name__, description, weights, inputs.description, torch.get_num_threads(), _here()))
-    package = cache_folder() / f"{type(function).__name__}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pt2"
+    name = type(function).__name__
+    weights = tuple((key, str(w.dtype), tuple(w.shape)) for key, w in weights_of(function).items())
+    what = repr((name, description, source, weights, inputs.description, torch.get_num_threads(), _machine()))
+    package = cache_folder() / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pt2"
     if not package.exists():
         package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = package.with_name(f"{os.getpid()}-{package.name}")
@@ -95,7 +95,7 @@ def cache_folder() -> Path:
 def _compile(function: nn.Module, inputs: Inputs, package: Path) -> None:
     open_axes = tuple(dict.fromkeys(axes, Dim.AUTO) for axes in inputs.open_axes)
     # Oblivious: no code of its own for lengths 0 and 1, and none that rules them out.
-    with torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):
+    with torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         exported = export(_Flat(function).eval(), tuple(inputs.tensors), dynamic_shapes=(open_axes,), strict=False)
     given = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs.tensors) :]
     for index, (tensor, axes) in enumerate(zip(given, inputs.open_axes, strict=True)):
@@ -104,15 +104,18 @@ def _compile(function: nn.Module, inputs: Inputs, package: Path) -> None:
     torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=_OPTIONS)
 
 
-@cache
-def _here() -> tuple[str, ...]:
-    """What compiled code depends on beside the function: this package's source, torch, and the processor."""
+def source_digest(*paths: Path) -> str:
+    """Of Python files, and of those in folders."""
     digest = hashlib.sha256()
-    for folder, _, files in sorted(os.walk(Path(__file__).parent, followlinks=True)):
-        for name in sorted(files):
-            if name.endswith(".py"):
-                digest.update(name.encode() + Path(folder, name).read_bytes())
+    for path in paths:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _machine() -> tuple[str, ...]:
+    """What compiled code depends on beside the function: torch, the compiler and the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
     cpu = (platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *flags[:1])
-    return digest.hexdigest(), torch.__version__, os.environ.get("CXX", ""), *cpu
+    return torch.__version__, os.environ.get("CXX", ""), *cpu

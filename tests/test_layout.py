@@ -22,6 +22,7 @@ LAYERS = (
         "layout",
         "rows",
         "partial",
+        "moves",
         "layer_scratch",
         "ahead",
         "cache",

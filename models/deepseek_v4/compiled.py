@@ -6,13 +6,14 @@ On a CPU a decoded token is thousands of operations of a microsecond or two; a c
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
-from compressed_spec.ahead import Inputs, Program, package_for, weights_of
+from compressed_spec.ahead import Inputs, Program, package_for, source_digest, weights_of
 from compressed_spec.cache import Scratch
 from compressed_spec.models.deepseek_v4.block import Experts
 from compressed_spec.models.deepseek_v4.few_forward import FewForward, Limits, Piece
@@ -25,6 +26,8 @@ from compressed_spec.tree import TokenTree
 # Measured on two cores, hidden size 128 and 256: up to here, gathering costs less than grouping and its waits.
 MOST_WEIGHTS = 2**27  # of experts that a layer gathers, once for each (node, expert) pair
 MOST_KEYS = 2**17
+# What pieces are made of.
+_SOURCES = ("kernels", "models/deepseek_v4", "rows.py", "layer_scratch.py", "parallel.py")
 
 
 def has_compiler() -> bool:
@@ -46,9 +49,12 @@ def compile_few(model: DeepseekV4) -> None:
             _narrow(module)
     samples = _samples(model)
     few = FewForward(model, _limits(model))
-    for key, (function, inputs) in samples.items():
+    root = Path(__file__).parents[2]
+    source = source_digest(*(root / part for part in _SOURCES))
+    for key, (function, tensors) in samples.items():
+        inputs = Inputs(tensors=tensors, open_axes=_open_axes(function, tensors))
         description = (key[0], key[2], model.config, model.precision.dtype)
-        package = package_for(function, Inputs(tensors=inputs, open_axes=_open_axes(function, inputs)), description)
+        package = package_for(function, inputs, description=description, source=source)
         few.pieces[key] = Piece(function=function, run=Program(package, weights_of(function)).run)
     model.few = few
 

@@ -46,4 +46,13 @@ def written_rows(plan: RowPlan, scratch: Scratch) -> dict[str, torch.Tensor]:
     for name, comp in plan.compressions.items():
         slots |= dict.fromkeys((f"buffer.{name}", f"index_buffer.{name}"), slot_T)
         slots |= dict.fromkeys((f"compressed_kv.{name}", f"index_kv.{name}"), comp.closing_slot_C)
-    return {pool: scratch.row_ids(pool, slot_N) for pool, slot_N in slots.items() if scratch.has(pool)}
+    found: dict[tuple[int, int], torch.Tensor] = {}  # many pools begin their scratch rows alike
+    rows = {}
+    for pool, slot_N in slots.items():
+        if scratch.has(pool):
+            first = scratch.first_row(pool)
+            key = (id(slot_N), first)
+            if key not in found:
+                found[key] = slot_N + first
+            rows[pool] = found[key]
+    return rows

@@ -45,12 +45,31 @@ class Piece:
     run: Run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A layer, how it compresses, and its pools, each with the layer's index in it."""
+
+    block: Block
+    layer: int
+    kind: str | None
+    pools: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, model: DeepseekV4, layer: int) -> "_Place":
+        block = model.layers[layer]
+        assert isinstance(block, Block)
+        pools = tuple(block.attn.pools("window_kv").items())
+        return cls(block=block, layer=layer, kind=model.kinds[layer], pools=pools)
+
+
 class FewForward:
     """A model's forward in pieces. `pieces` are those that have been needed so far, by name, layer and whether its
     indexer chooses."""
 
     def __init__(self, model: DeepseekV4, limits: Limits) -> None:
         self._model, self.limits = model, limits
+        self._places = [_Place.of(model, layer) for layer in range(len(model.layers))]
+        self._read_by_head = frozenset(model.layers_read_by_head)
         self.pieces: dict[tuple[str, int, bool], Piece] = {}
 
     def takes(self, plan: RowPlan) -> bool:
@@ -82,9 +101,9 @@ class FewForward:
         return self._piece("logits").run([streams_TMD])[0]
 
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
-        slot_N = torch.arange(step.first, step.first + len(step.tokens_N))
+        first = scratch.first_row("head_kv") + step.first
         inputs = [step.streams_NMD, step.tokens_N, step.position_N, step.window_rows_NW]
-        inputs += [scratch.layer_rows("head_kv", 0), scratch.row_ids("head_kv", slot_N)]
+        inputs += [scratch.layer_rows("head_kv", 0), torch.arange(first, first + len(step.tokens_N))]
         return self._piece("head_step").run(inputs)[0]
 
     def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
@@ -103,33 +122,27 @@ class FewForward:
         before: LayerStreams,
         num_layers: int,
     ) -> LayerStreams:
-        model = self._model
-        kinds: dict[str | None, AttentionRound] = {None: _round(opened.main, plan, None)}
+        rounds: dict[str | None, AttentionRound] = {None: _round(opened.main, plan, None)}
         for (name, comp), entries in zip(plan.compressions.items(), opened.entries, strict=True):
-            kinds[name] = _round(opened.compress, plan, CompressionRound(plan=comp, entries=entries))
-        read_by_head = model.layers_read_by_head
-        kept = {layer: streams for layer, streams in before.streams.items() if layer in read_by_head}
-        streams_TMD, taken = before.newest, dict[str | None, list[torch.Tensor]]()
-        for layer in range(before.num_layers, num_layers):
-            block, kind = model.layers[layer], model.kinds[layer]
-            assert isinstance(block, Block)
-            here = kinds[kind]
-            piece = self._layer_piece(block, layer, here)
-            pools = block.attn.pools("window_kv")
-            if kind not in taken:
+            rounds[name] = _round(opened.compress, plan, CompressionRound(plan=comp, entries=entries))
+        kept = {layer: streams for layer, streams in before.streams.items() if layer in self._read_by_head}
+        streams_TMD, shared = before.newest, dict[str | None, list[torch.Tensor]]()
+        for place in self._places[before.num_layers : num_layers]:
+            here, kind = rounds[place.kind], place.kind
+            piece = self._layer_piece(place, here)
+            if kind not in shared:
                 assert isinstance(piece.function, Layer)
-                taken[kind] = [*(written[pool] for pool in pools), *piece.function.fields.take(here)]
-            inputs = [streams_TMD, plan.tokens_T]
-            inputs += [scratch.layer_rows(pool, index) for pool, index in pools.items()]
-            streams_TMD = piece.run(inputs + taken[kind])[0]
-            if layer in read_by_head:
-                kept[layer] = streams_TMD
+                shared[kind] = [*(written[pool] for pool, _ in place.pools), *piece.function.fields.take(here)]
+            pools = [scratch.layer_rows(pool, index) for pool, index in place.pools]
+            streams_TMD = piece.run([streams_TMD, plan.tokens_T, *pools, *shared[kind]])[0]
+            if place.layer in self._read_by_head:
+                kept[place.layer] = streams_TMD
         return LayerStreams(num_layers=num_layers, streams=kept | {num_layers - 1: streams_TMD})
 
-    def _layer_piece(self, block: Block, layer: int, here: AttentionRound) -> Piece:
-        key = ("layer", layer, here.chooses)
+    def _layer_piece(self, place: _Place, here: AttentionRound) -> Piece:
+        key = ("layer", place.layer, here.chooses)
         if key not in self.pieces:
-            self._add(key, Layer(block, tuple(block.attn.pools("window_kv")), here))
+            self._add(key, Layer(place.block, [pool for pool, _ in place.pools], here))
         return self.pieces[key]
 
     def _piece(self, name: str) -> Piece:

@@ -102,12 +102,8 @@ class Opening(nn.Module):
     @staticmethod
     def opened(tensors: Sequence[torch.Tensor]) -> Opened:
         """What these outputs are."""
-        rotations = [
-            Rotation(cos_NP=cos, sin_NP=sin) for cos, sin in zip(tensors[1::2], tensors[2::2], strict=True)
-        ]
-        return Opened(
-            streams_TMD=tensors[0], main=rotations[0], compress=rotations[1], entries=tuple(rotations[2:])
-        )
+        rotations = [Rotation(cos_NP=cos, sin_NP=sin) for cos, sin in zip(tensors[1::2], tensors[2::2], strict=True)]
+        return Opened(streams_TMD=tensors[0], main=rotations[0], compress=rotations[1], entries=tuple(rotations[2:]))
 
 
 class Layer(nn.Module):
