@@ -8,6 +8,7 @@ description and inputs, torch, the compiler and the processor.
 import hashlib
 import os
 import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch.fx.experimental._config as symbolic_shapes
 from torch import nn
 from torch.export import Dim, export
 
-_OPTIONS = {"aot_inductor.package_constants_in_so": False}
+# Weights stay out of the package, short ones too: it is for others as well.
+_OPTIONS = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
 _PREFIX = "function."  # of weights' names in a package
 
 
@@ -77,7 +79,7 @@ def package_for(function: nn.Module, inputs: Inputs, *, description: object, sou
     """
     name = type(function).__name__
     weights = tuple((key, str(w.dtype), tuple(w.shape)) for key, w in weights_of(function).items())
-    what = repr((name, description, source, weights, inputs.description, torch.get_num_threads(), _machine()))
+    what = repr((name, _OPTIONS, description, source, weights, inputs.description, torch.get_num_threads(), _machine()))
     package = cache_folder() / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pt2"
     if not package.exists():
         package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -95,13 +97,17 @@ def cache_folder() -> Path:
 def _compile(function: nn.Module, inputs: Inputs, package: Path) -> None:
     open_axes = tuple(dict.fromkeys(axes, Dim.AUTO) for axes in inputs.open_axes)
     # Oblivious: no code of its own for lengths 0 and 1, and none that rules them out.
-    with torch.no_grad(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    with torch.no_grad(), warnings.catch_warnings(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of itself
         exported = export(_Flat(function).eval(), tuple(inputs.tensors), dynamic_shapes=(open_axes,), strict=False)
-    given = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs.tensors) :]
-    for index, (tensor, axes) in enumerate(zip(given, inputs.open_axes, strict=True)):
-        for axis in axes:
-            assert isinstance(tensor.shape[axis], torch.SymInt), f"axis {axis} of input {index} was taken as constant"
-    torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=_OPTIONS)
+        given = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs.tensors) :]
+        for index, (tensor, axes) in enumerate(zip(given, inputs.open_axes, strict=True)):
+            for axis in axes:
+                # A length that the function asked about is a symbol of one value.
+                node = getattr(tensor.shape[axis], "node", None)
+                assert node is not None, f"axis {axis} of input {index} was taken as constant"
+                assert node.maybe_as_int() is None, f"axis {axis} of input {index} was taken as constant"
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=dict(_OPTIONS))
 
 
 def source_digest(*paths: Path) -> str:
