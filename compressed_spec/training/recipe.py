@@ -1,7 +1,7 @@
 """The demo's architecture and hyperparameters, and its initial weights."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -102,7 +102,27 @@ class Recipe:
     dropout: float = 0.1
     dropout_until: float = 0.7
     quantize_from: float = 0.85
+    head_only: bool = False
     losses: LossWeights = field(default_factory=LossWeights)
+
+    def polishing(self, number: int, *, head_only: bool) -> "Recipe":
+        """For the `number`-th short run over own texts: weights as stored, small steps, nothing left out."""
+        slower = 2 if head_only else 5
+        return replace(
+            self,
+            seed=self.seed + number,
+            lr=self.lr / slower,
+            adam_lr=self.adam_lr / slower,
+            decay=1.0,
+            warmup=0.05,
+            grow_from=0.0,
+            select_from=0.0,
+            chain_from=0.0,
+            dropout=0.0,
+            quantize_from=0.0,
+            head_only=head_only,
+            balance_rate=0.0 if head_only else self.balance_rate,
+        )
 
     def factor(self, share: float) -> float:
         """Learning rate at a share of the run, relative to its peak: up, level, down to nothing."""
