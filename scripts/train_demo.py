@@ -51,8 +51,7 @@ def main(
         minutes: length of the first run, over the corpus; the learning rate ends with it.
         steps: its length in steps instead of minutes (reproducible).
         start_from: a checkpoint of this architecture, to polish instead of what a first run makes.
-        polish_runs: short runs after the first, each on texts that the checkpoint before it wrote, against loops; the
-            last one trains the draft head alone. 0 for none.
+        polish_runs: short runs after the first, each on texts that the checkpoint before it wrote, against loops.
         polish_minutes: length of each.
         polish_texts: texts that each begins with.
         seed: of weights, order and choices.
@@ -75,14 +74,13 @@ def main(
         work, told, used = work_dir / f"run_{number}", documents, recipe
         budget = Budget(minutes=minutes if steps is None else None, steps=steps)
         if last is not None:
-            head_only = number == polish_runs
-            used = recipe.polishing(number, head_only=head_only)
+            used = recipe.polishing(number)
             budget = Budget(minutes=polish_minutes)
             polishing = Polishing(
                 number=number,
                 folder=last,
                 num_texts=polish_texts,
-                earlier=() if head_only else tuple(work_dir / f"run_{i}" for i in range(1, number)),
+                earlier=tuple(work_dir / f"run_{i}" for i in range(1, number)),
             )
             told = polishing_documents(documents, recipe, polishing, work, processes=processes, compile=compile)
         torch.set_float32_matmul_precision("medium")  # bfloat16 products where the CPU has them
@@ -91,12 +89,13 @@ def main(
         trainer.close()
         torch.set_float32_matmul_precision("highest")
         phase = Phase(
-            what="corpus" if last is None else "draft head" if used.head_only else "own texts",
+            what="corpus" if last is None else "own texts",
             steps=trainer.step,
             tokens=trainer.tokens_seen,
             seconds=trainer.seconds,
             lr=used.lr,
             adam_lr=used.adam_lr,
+            unlikely=0.0 if last is None else used.losses.unlikely,
         )
         phases = [*([] if last is None else read_phases(last)), phase]
         last = work / "checkpoint"

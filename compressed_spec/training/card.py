@@ -22,8 +22,10 @@ _CURVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A run of training that went into a checkpoint, on `what`: "corpus", "own texts" or "draft head" (own texts, only
-    the head). tokens, seconds: seen and used. lr, adam_lr: peaks for Muon and Adam."""
+    """A run of training that went into a checkpoint, on `what`: "corpus" or "own texts".
+
+    tokens, seconds: seen and used. lr, adam_lr: peaks for Muon and Adam. unlikely: weight of what should not be said.
+    """
 
     what: str
     steps: int
@@ -31,6 +33,7 @@ class Phase:
     seconds: float
     lr: float
     adam_lr: float
+    unlikely: float
 
 
 def write_phases(folder: Path, phases: Sequence[Phase]) -> None:
@@ -89,7 +92,7 @@ def model_card(recipe: Recipe, phases: Sequence[Phase], final: Mapping[str, floa
     losses = "\n".join(f"| {name} | {value:.3f} |" for name, value in final.items())
     runs = "\n".join(
         f"| {phase.what} | {phase.tokens:,} | {phase.steps:,} | {phase.seconds / 60:.0f} | {phase.lr:g}, "
-        f"{phase.adam_lr:g} |"
+        f"{phase.adam_lr:g} | {phase.unlikely:g} |"
         for phase in phases
     )
     tokens, minutes = sum(phase.tokens for phase in phases), sum(phase.seconds for phase in phases) / 60
@@ -127,8 +130,8 @@ Corpus: GSM8K, train part (openai/grade-school-math, MIT); MBPP, train part, tas
 
 {tokens:,} tokens, {minutes:.0f} minutes on 2 CPU cores that other work shared, by `python scripts/train_demo.py`:
 
-| on | tokens | steps | minutes | peak learning rate: Muon (matrices), Adam (the rest) |
-|---|---|---|---|---|
+| on | tokens | steps | minutes | peak learning rate: Muon (matrices), Adam (the rest) | unlikelihood |
+|---|---|---|---|---|---|
 {runs}
 
 * Losses: next token; MTP steps 1 to 3, chained, half of each label the target's own law; an early exit from a random
@@ -137,8 +140,8 @@ Corpus: GSM8K, train part (openai/grade-school-math, MIT); MBPP, train part, tas
   to FP8 and FP4, gradients straight through.
 * Own texts: what the checkpoint of the run before answered, greedily, to prompts of the training part, beside as much
   of the corpus. The draft head learns to draft them; the model, where some 8 tokens come for a third time, not to say
-  them (unlikelihood, Welleck et al. 2019, weight {recipe.losses.unlikely:g}).
-* Draft head: the same texts, and all else stays as it is.
+  them (unlikelihood, Welleck et al. 2019); what repeats itself in the texts of
+  earlier runs is shown again.
 
 ![losses]({PICTURE})
 

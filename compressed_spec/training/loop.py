@@ -65,8 +65,6 @@ class Trainer:
             initialize(self.model, recipe.seed)
         else:
             self.model.load_state_dict(load_model(start_from, progress=False).state_dict())
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(not recipe.head_only or name.startswith("mtp."))
         self.optimizer = DemoOptimizer(
             self.model, lr=recipe.lr, adam_lr=recipe.adam_lr, weight_decay=recipe.weight_decay
         )
@@ -92,7 +90,7 @@ class Trainer:
         choose = random.Random(recipe.seed * 1_000_003 + self.step)
         dropout = recipe.dropout if share < recipe.dropout_until else 0.0
         skip = frozenset(i for i in range(count) if choose.random() < dropout * i / max(count - 1, 1))
-        chained = share >= recipe.chain_from and (recipe.head_only or self.step % 2 == 0)
+        chained = share >= recipe.chain_from and self.step % 2 == 0
         return Stage(
             micro_batches=recipe.micro_batches if share >= recipe.grow_from else 1,
             select=share >= recipe.select_from,

@@ -102,17 +102,15 @@ class Recipe:
     dropout: float = 0.1
     dropout_until: float = 0.7
     quantize_from: float = 0.85
-    head_only: bool = False
     losses: LossWeights = field(default_factory=LossWeights)
 
-    def polishing(self, number: int, *, head_only: bool) -> "Recipe":
+    def polishing(self, number: int) -> "Recipe":
         """For the `number`-th short run over own texts: weights as stored, small steps, nothing left out."""
-        slower = 2 if head_only else 5
         return replace(
             self,
             seed=self.seed + number,
-            lr=self.lr / slower,
-            adam_lr=self.adam_lr / slower,
+            lr=self.lr / 5,
+            adam_lr=self.adam_lr / 5,
             decay=1.0,
             warmup=0.05,
             grow_from=0.0,
@@ -120,8 +118,6 @@ class Recipe:
             chain_from=0.0,
             dropout=0.0,
             quantize_from=0.0,
-            head_only=head_only,
-            balance_rate=0.0 if head_only else self.balance_rate,
         )
 
     def factor(self, share: float) -> float:
