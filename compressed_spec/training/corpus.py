@@ -36,10 +36,16 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A document's ids, BOS and EOS included, and how many of them are the prompt's."""
+    """A document's ids, BOS and EOS included, and how many of them are the prompt's.
+
+    own: written by the model itself, so that nothing is learnt from it but drafting, and to leave `repeated` unsaid
+    (indices of ids).
+    """
 
     ids: list[int]
     prompt_length: int
+    own: bool = False
+    repeated: frozenset[int] = frozenset()
 
 
 def read_gsm8k(path: Path) -> list[Document]:
@@ -125,10 +131,15 @@ def encode(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows of `[B, L + extra]` tokens; `weights` are the loss weights of the tokens as labels."""
+    """Rows of `[B, L + extra]` tokens; the rest are loss weights of the tokens as labels.
+
+    weights: to say. draft_weights: to draft. unlikely: not to say.
+    """
 
     tokens: torch.Tensor
     weights: torch.Tensor
+    draft_weights: torch.Tensor
+    unlikely: torch.Tensor
 
 
 def batches(
@@ -149,7 +160,8 @@ def batches(
     stream = _shuffled(documents, seed)
     count = 0
     while True:
-        tokens, weights = torch.zeros((rows, size), dtype=torch.int64), torch.zeros((rows, size))
+        tokens = torch.zeros((rows, size), dtype=torch.int64)
+        weights, draft_weights, unlikely = (torch.zeros((rows, size)) for _ in range(3))
         for row in range(rows):
             filled = 0
             while filled < size:
@@ -157,12 +169,16 @@ def batches(
                 ids = document.ids[: size - filled]
                 end = filled + len(ids)
                 tokens[row, filled:end] = torch.tensor(ids)
-                weights[row, filled:end] = 1.0
-                weights[row, filled : filled + min(document.prompt_length, len(ids))] = prompt_weight
-                weights[row, filled] = 0.0  # which text comes next cannot be known
+                draft_weights[row, filled:end] = 1.0
+                draft_weights[row, filled : filled + min(document.prompt_length, len(ids))] = prompt_weight
+                draft_weights[row, filled] = 0.0  # which text comes next cannot be known
+                weights[row, filled:end] = 0.0 if document.own else draft_weights[row, filled:end]
+                for index in document.repeated:
+                    if index < len(ids):
+                        draft_weights[row, filled + index], unlikely[row, filled + index] = 0.0, 1.0
                 filled = end
         if count >= skip:
-            yield Batch(tokens=tokens, weights=weights)
+            yield Batch(tokens=tokens, weights=weights, draft_weights=draft_weights, unlikely=unlikely)
         count += 1
 
 

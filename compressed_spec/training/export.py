@@ -42,10 +42,8 @@ def stored_tensors(model: DeepseekV4) -> dict[str, torch.Tensor]:
     return stored
 
 
-def export_checkpoint(
-    model: DeepseekV4, config: Mapping[str, object], tokenizer: Tokenizer, folder: Path, card: str
-) -> None:
-    """Write weights, config, tokenizer, prompt template and model card to `folder`, replacing what is there."""
+def export_checkpoint(model: DeepseekV4, config: Mapping[str, object], tokenizer: Tokenizer, folder: Path) -> None:
+    """Write weights, config, tokenizer and prompt template to `folder`, replacing what is there."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in stored_tensors(model).items():
@@ -80,7 +78,6 @@ def export_checkpoint(
         },
     )
     (folder / "prompt_template.txt").write_text(PROMPT_TEMPLATE, encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _write_json(path: Path, value: object) -> None:

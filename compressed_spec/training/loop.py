@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from compressed_spec.models.deepseek_v4.config import parse_config
+from compressed_spec.models.deepseek_v4.load import load_model
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.training.corpus import Encoded
@@ -41,7 +42,8 @@ class Budget:
 class Trainer:
     """A model in training. `work` keeps its state; if it holds one, training goes on from there.
 
-    processes: of one thread each, with micro batches divided among them. compile: fuse with torch.compile.
+    start_from: a checkpoint's folder, whose weights to begin with instead of random ones. processes: of one thread
+    each, with micro batches divided among them. compile: fuse with torch.compile.
     Raises ValueError if the kept state is of another recipe.
     """
 
@@ -53,12 +55,16 @@ class Trainer:
         budget: Budget,
         work: Path,
         *,
+        start_from: Path | None = None,
         processes: int = 1,
         compile: bool = False,
     ) -> None:
         self.recipe, self.budget, self.work = recipe, budget, work
         self.model = DeepseekV4(parse_config(config), draft_head=DraftHeadKind.MTP, dtype=torch.float32)
-        initialize(self.model, recipe.seed)
+        if start_from is None:
+            initialize(self.model, recipe.seed)
+        else:
+            self.model.load_state_dict(load_model(start_from, progress=False).state_dict())
         self.optimizer = DemoOptimizer(
             self.model, lr=recipe.lr, adam_lr=recipe.adam_lr, weight_decay=recipe.weight_decay
         )

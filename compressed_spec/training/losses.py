@@ -33,12 +33,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossWeights:
-    """`draft` by chain step; `teacher` is how much of a draft label is the target's own law and not the corpus."""
+    """`draft` by chain step; `teacher` is how much of a draft label is the target's own law and not the corpus;
+    `unlikely` is of what the model should not repeat."""
 
     draft: tuple[float, ...] = (0.3, 0.2, 0.15)
     teacher: float = 0.5
     early_exit: float = 0.1
     index: float = 0.1
+    unlikely: float = 6.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,13 +52,23 @@ class Losses:
     passed: Passed
 
 
+_ALMOST_SURE = -1e-6  # log probability; of more, the logarithm of the rest is lost in float32
+
+
 def next_token_loss(
-    x_TD: torch.Tensor, head_VD: torch.Tensor, labels_T: torch.Tensor, weights_T: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean cross entropy, and log probabilities `[T, V]` (cut from the graph)."""
+    x_TD: torch.Tensor,
+    head_VD: torch.Tensor,
+    labels_T: torch.Tensor,
+    weights_T: torch.Tensor,
+    unlikely_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weighted mean cross entropy; the unlikelihood `-log(1 - p)` of labels that should not be said (Welleck et al.,
+    2019, arXiv:1908.04319), over the same norm; and log probabilities `[T, V]` (cut from the graph)."""
     log_TV = F.linear(x_TD, head_VD).log_softmax(-1)
     picked_T = log_TV.gather(1, labels_T.unsqueeze(1)).squeeze(1)
-    return -(picked_T * weights_T).sum() / weights_T.sum().clamp(min=1e-6), log_TV.detach()
+    norm = weights_T.sum().clamp(min=len(labels_T) / 4)  # where hardly anything is to be said, not much counts
+    other_T = torch.log(-torch.expm1(picked_T.clamp(max=_ALMOST_SURE)))
+    return -(picked_T * weights_T).sum() / norm, -(other_T * unlikely_T).sum() / norm, log_TV.detach()
 
 
 def draft_loss(
@@ -94,20 +106,24 @@ class LossFunction:
             return tensor[:, by : by + length].clone()
 
         labels_T, weights_T = shifted(batch.tokens, 1).flatten(), shifted(batch.weights, 1).flatten()
+        unlikely_T = shifted(batch.unlikely, 1).flatten()
         passed = forward(shifted(batch.tokens, 0), select=stage.select, skip=stage.skip)
-        main, teacher_TV = self._next(forward.hidden(passed.streams[-1]), head_VD, labels_T, weights_T)
-        total = main + self.weights.index * passed.index_loss
-        parts = {"main": float(main.detach()), "index": float(passed.index_loss.detach())}
+        main, repeats, teacher_TV = self._next(
+            forward.hidden(passed.streams[-1]), head_VD, labels_T, weights_T, unlikely_T
+        )
+        total = main + self.weights.unlikely * repeats + self.weights.index * passed.index_loss
+        named = {"main": main, "repeats": repeats, "index": passed.index_loss}
+        parts = {name: float(loss.detach()) for name, loss in named.items()}
         if stage.exit_layer is not None:
             hidden_TD = forward.hidden(passed.streams[stage.exit_layer])
-            early, _ = self._next(hidden_TD, head_VD, labels_T, weights_T)
+            early, _, _ = self._next(hidden_TD, head_VD, labels_T, weights_T, torch.zeros_like(unlikely_T))
             total = total + self.weights.early_exit * early
             parts["early_exit"] = float(early.detach())
         if stage.draft_steps:
             told = [shifted(batch.tokens, step + 1) for step in range(stage.draft_steps)]
             for step, streams_TMD in enumerate(forward.draft(passed.streams[-1], told, passed), start=1):
                 # Chain t is judged by the target `step` tokens on, which a row's last tokens do not have.
-                draft_weights_BL = shifted(batch.weights, step + 1)
+                draft_weights_BL = shifted(batch.draft_weights, step + 1)
                 draft_weights_BL[:, length - step :] = 0.0
                 loss, agreed = self._draft(
                     forward.hidden(streams_TMD, "mtp.0."),

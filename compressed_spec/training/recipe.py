@@ -1,7 +1,7 @@
 """The demo's architecture and hyperparameters, and its initial weights."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -103,6 +103,22 @@ class Recipe:
     dropout_until: float = 0.7
     quantize_from: float = 0.85
     losses: LossWeights = field(default_factory=LossWeights)
+
+    def polishing(self, number: int) -> "Recipe":
+        """For the `number`-th short run over own texts: weights as stored, small steps, nothing left out."""
+        return replace(
+            self,
+            seed=self.seed + number,
+            lr=self.lr / 5,
+            adam_lr=self.adam_lr / 5,
+            decay=1.0,
+            warmup=0.05,
+            grow_from=0.0,
+            select_from=0.0,
+            chain_from=0.0,
+            dropout=0.0,
+            quantize_from=0.0,
+        )
 
     def factor(self, share: float) -> float:
         """Learning rate at a share of the run, relative to its peak: up, level, down to nothing."""
