@@ -4,17 +4,20 @@ L = layers, R = rows, D = row width
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from compressed_spec.kernels.commit import Moves
 from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
 from compressed_spec.partial import Stopped
 from compressed_spec.rows import Ints, RowPlan
 from compressed_spec.tree import TokenTree
+
+MoveRows = Callable[[Sequence[torch.Tensor], Sequence[int], Moves], None]  # as `kernels.commit.commit_rows`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,14 @@ class Scratch:
     def __init__(self, cache: "Cache", slot_T: torch.Tensor | None = None, *, out_of_place: bool = False) -> None:
         self._cache, self._slot_T = cache, slot_T
         self._out_of_place = out_of_place
+
+    @property
+    def cache(self) -> "Cache":
+        return self._cache
+
+    @property
+    def in_place(self) -> bool:
+        return not self._out_of_place
 
     def write(
         self, pool: str, layer: int, values_ND: torch.Tensor, first: int = 0, *, slots: torch.Tensor | None = None
@@ -131,10 +142,14 @@ class Cache:
 
     Memory that nobody has written is NaN, so that a wrong row id shows. Nothing but `commit`, `fork` and `restore`
     writes persistent rows. Raises ValueError if the pools do not fit into the device's memory.
+
+    move_rows: moves all rows of a commit at once, None for one copy a pool.
     """
 
-    def __init__(self, spec: StateSpec, shape: CacheShape, device: torch.device) -> None:
-        self.spec, self.shape, self.device = spec, shape, device
+    def __init__(
+        self, spec: StateSpec, shape: CacheShape, device: torch.device, move_rows: MoveRows | None = None
+    ) -> None:
+        self.spec, self.shape, self.device, self._move_rows = spec, shape, device, move_rows
         self._specs = {pool.name: pool for pool in pool_specs(spec, shape.max_length)}
         try:
             self.pools = {
@@ -229,7 +244,9 @@ class Cache:
         moves: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor] | None] = {}
         grown = [row for row, path in zip(verify.rows, paths, strict=True) if path]
         self.mark_damaged(grown)  # until all pools agree again
-        for pool in self._specs.values():
+        if self._move_rows is not None:
+            self._move_at_once(accepted, self._move_rows)
+        for pool in self._specs.values() if self._move_rows is None else ():
             # Pools that are addressed alike move alike: their lists are made and sent once.
             key = (pool.addressing, pool.per_sequence, pool.shift, pool.compression)
             if key not in moves:
@@ -242,8 +259,30 @@ class Cache:
             self._lengths[row] += len(path)
         self._damaged.difference_update(grown)
 
+    def _move_at_once(self, accepted: _Accepted, move_rows: MoveRows) -> None:
+        lanes: dict[tuple[object, ...], int] = {}
+        moves: list[Ints] = []
+        lane_of = []
+        for pool in self._specs.values():
+            key = (pool.addressing, pool.per_sequence, pool.shift, pool.compression)
+            if key not in lanes:
+                lanes[key] = len(moves)
+                moves.append(self._moved(pool, accepted))
+            lane_of.append(lanes[key])
+        source_MN, target_MN = torch.from_numpy(np.stack(moves, axis=1)).to(self.device, non_blocking=True)
+        move_rows(list(self.pools.values()), lane_of, Moves(source_MN=source_MN, target_MN=target_MN))
+
     def _move(self, pool: PoolSpec, accepted: _Accepted) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Source and destination rows of the accepted nodes, None where no row moves."""
+        moved = self._moved(pool, accepted)
+        keep = moved[0] >= 0
+        if not keep.any():
+            return None
+        both = torch.from_numpy(moved[:, keep]).to(self.device)
+        return both[0], both[1]
+
+    def _moved(self, pool: PoolSpec, accepted: _Accepted) -> Ints:
+        """Source and destination row of each accepted node, `[2, F]`, -1 where its row stays behind."""
         position = accepted.position_F + pool.shift
         if pool.addressing is Addressing.RING:
             # A path longer than the ring leaves only its last rows.
@@ -256,12 +295,9 @@ class Cache:
         else:
             keep = accepted.num_after_F == 0
             slot = np.zeros_like(position)
-        if not keep.any():
-            return None
         source = accepted.slot_F + self.num_persistent(pool.name)
         target = accepted.sequence_F * pool.per_sequence + slot
-        both = torch.from_numpy(np.stack((source, target))[:, keep]).to(self.device)
-        return both[0], both[1]
+        return np.where(keep, np.stack((source, target)), -1)
 
     def _owned(self, pool: PoolSpec, row: int, length: int) -> slice:
         """Persistent rows of a sequence: all of a ring, the entries that a length has."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from compressed_spec.cache import Cache, Scratch, Verification
+from compressed_spec.cache import Cache, MoveRows, Scratch, Verification
 from compressed_spec.layout import CacheShape, StateSpec
 from compressed_spec.memory import check_fits
 from compressed_spec.parallel import ALONE, ParallelGroup
@@ -167,7 +167,11 @@ class TargetModel(nn.Module, ABC):
         )
         spec = self.state_spec()
         check_fits("A cache", shape.nbytes(spec), self.device, "lower batch_size, max_length or max_nodes")
-        return Cache(spec, shape, self.device)
+        return Cache(spec, shape, self.device, self.row_mover())
+
+    def row_mover(self) -> MoveRows | None:
+        """What moves the rows of a cache's commits, one a cache; None for torch's own copies."""
+        return None
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise ValueError if a token id is not in the vocabulary."""

@@ -130,3 +130,18 @@ def commit_rows(table: PoolTable, moves: Moves) -> None:
     commit_rows_kernel[(num_entries, len(table.pools_P5), table.most_layers)](
         table.pools_P5, moves.source_MN, moves.target_MN, num_entries, BLOCK=WORD_BLOCK
     )
+
+
+class RowMover:
+    """`kernels.commit.commit_rows` in one launch. The table is made anew where the pools are others than before."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, ...] = ()
+        self._table: PoolTable | None = None
+
+    def __call__(self, pools: Sequence[torch.Tensor], lane_of: Sequence[int], moves: Moves) -> None:
+        """Move the rows of every layer of the pools."""
+        key = (*(pool.data_ptr() for pool in pools), *lane_of)
+        if self._table is None or key != self._key:
+            self._key, self._table = key, pool_table(pools, lane_of)
+        commit_rows(self._table, moves)

@@ -31,7 +31,7 @@ class BlockInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOps:
     """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`, or written to rows `out_NX`. mix_and_collapse:
-    `mix_weights` and `collapse`. pool_entries, choose_rows: as below.
+    `mix_weights` and `collapse`. pool_entries, index_scores, choose_rows: as below.
 
     The others are as in the kernels' files of their names, without `numerics`.
     """
@@ -41,7 +41,8 @@ class LayerOps:
     apply_rope: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     attention: Callable[..., torch.Tensor]
     pool_entries: Callable[..., None]
-    choose_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, CompressionPlan, int], torch.Tensor]
+    index_scores: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, CompressionPlan], torch.Tensor]
+    choose_rows: Callable[[torch.Tensor, CompressionPlan, int], torch.Tensor]
     mix_and_collapse: Callable[..., BlockInput]
     expand: Callable[[torch.Tensor, torch.Tensor, MixWeights], torch.Tensor]
 
@@ -55,6 +56,7 @@ def torch_ops() -> LayerOps:
         apply_rope=apply_rope,
         attention=sparse_attention,
         pool_entries=pool_entries,
+        index_scores=index_scores,
         choose_rows=choose_rows,
         mix_and_collapse=_mix_and_collapse,
         expand=lambda output_TD, streams_TMD, weights: expand(output_TD, streams_TMD, weights, fast),
@@ -75,17 +77,17 @@ def triton_ops() -> LayerOps:
         collapsed = hyper_connection_triton.mix_and_collapse(*args, **kwargs)
         return BlockInput(x_TD=collapsed.input_TD, weights=collapsed.weights)
 
-    def triton_choose_rows(
+    def triton_index_scores(
         q_THI: torch.Tensor,
         weights_TH: torch.Tensor,
         keys_RI: torch.Tensor,
         spans_B4: torch.Tensor,
         comp: CompressionPlan,
-        k: int,
     ) -> torch.Tensor:
-        scores_TN = indexer_triton.index_scores(
-            q_THI, weights_TH, keys_RI, spans_B4, comp.reach.extra_rows_TX, comp.num_visible
-        )
+        extra_rows_TX = comp.reach.extra_rows_TX
+        return indexer_triton.index_scores(q_THI, weights_TH, keys_RI, spans_B4, extra_rows_TX, comp.num_visible)
+
+    def triton_choose_rows(scores_TN: torch.Tensor, comp: CompressionPlan, k: int) -> torch.Tensor:
         reach = comp.reach
         return indexer_triton.select_rows(scores_TN, k, reach.base_T, reach.count_T, reach.extra_rows_TX)
 
@@ -95,6 +97,7 @@ def triton_ops() -> LayerOps:
         apply_rope=norm_rope_triton.apply_rope,
         attention=attention_triton.sparse_attention,
         pool_entries=compress_triton.pool_entries,
+        index_scores=triton_index_scores,
         choose_rows=triton_choose_rows,
         mix_and_collapse=mix_and_collapse,
         expand=hyper_connection_triton.expand,
@@ -140,18 +143,22 @@ def pool_entries(
     out_RE.index_copy_(0, torch.where(out_rows_C < 0, len(out_RE) - 1, out_rows_C), entries)
 
 
-def choose_rows(
+def index_scores(
     q_THI: torch.Tensor,
     weights_TH: torch.Tensor,
     keys_RI: torch.Tensor,
     spans_B4: torch.Tensor,
     comp: CompressionPlan,
-    k: int,
 ) -> torch.Tensor:
-    """Rows of the k best entries of each node, by their order, -1 after the last; int64 `[T, K]`.
+    """Scores `[T, N]` of the entries in each node's sight, -inf of others.
 
     spans_B4: (first node, end node, base row, count) of each sequence, which the nodes' own base and count repeat.
     """
     entry_N = torch.arange(comp.num_visible, device=q_THI.device)
     rows_TN = selected_rows(comp.reach, entry_N.expand(len(q_THI), -1))
-    return selected_rows(comp.reach, select_entries(gathered_index_scores(q_THI, weights_TH, keys_RI, rows_TN), k))
+    return gathered_index_scores(q_THI, weights_TH, keys_RI, rows_TN)
+
+
+def choose_rows(scores_TN: torch.Tensor, comp: CompressionPlan, k: int) -> torch.Tensor:
+    """Rows of the k best entries of each node, by their order, -1 after the last; int64 `[T, K]`."""
+    return selected_rows(comp.reach, select_entries(scores_TN, k))

@@ -11,7 +11,11 @@ from compressed_spec.layout import CacheShape
 from compressed_spec.memory import check_fits
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, open_checkpoint
 from compressed_spec.models.deepseek_v4.compiled import compile_pieces, has_compiler
+from compressed_spec.models.deepseek_v4.kernel_choice import takes_triton
+from compressed_spec.models.deepseek_v4.kernel_path import KernelPath
+from compressed_spec.models.deepseek_v4.layer_ops import triton_ops
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.quantized import torch_kernels, triton_kernels
 from compressed_spec.models.deepseek_v4.weights import load_weights
 from compressed_spec.parallel import ALONE, ParallelGroup
 
@@ -28,6 +32,7 @@ def load_model(
     compile: bool = False,
     progress: bool = True,
     keep_quantized: bool = False,
+    kernels: str = "auto",
     group: ParallelGroup = ALONE,
     room_for: CacheShape | None = None,
 ) -> DeepseekV4:
@@ -42,6 +47,9 @@ def load_model(
     C++ compiler.
     keep_quantized: leave stored FP8 and FP4 weights as they are, to be decoded by the products: a quarter to a half of
     the memory, and on a GPU as much less to read. Not with invariant numerics, and in one process.
+    kernels: what carries out layers and commits: "torch", "triton" (a GPU, or Triton's interpreter where
+    TRITON_INTERPRET=1 is set; not in float64, nor with invariant numerics), or "auto", Triton's wherever there is a GPU
+    and the dtype is not float64.
     group: the processes that share the model (see `launch.join`); each calls this with the same arguments but for its
     own device, and gets its part. room_for: a cache that shall fit beside the weights.
     Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint, and, before
@@ -52,10 +60,13 @@ def load_model(
     numerics_named(numerics)
     if numerics == "invariant" and torch.device(device).type != "cpu":
         raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
-    if compile and (numerics != "fast" or torch.device(device).type != "cpu" or keep_quantized or group.size > 1):
+    triton = takes_triton(kernels, device=torch.device(device), dtype=DTYPES[dtype], numerics=numerics)
+    if compile and (
+        triton or numerics != "fast" or torch.device(device).type != "cpu" or keep_quantized or group.size > 1
+    ):
         raise ValueError(
-            "compile=True is for fast numerics on a CPU, dequantised weights and one process: leave it out, or the "
-            "other options."
+            "compile=True is for fast numerics on a CPU without Triton, dequantised weights and one process: leave it "
+            "out, or the other options."
         )
     if keep_quantized and (numerics == "invariant" or group.size > 1):
         raise ValueError("keep_quantized is for fast numerics and one process: leave it out, or the other options.")
@@ -68,16 +79,18 @@ def load_model(
         weights = checkpoint.tensors if keep_quantized else model.state_dict()
         _check_fits(model, sum(tensor.nbytes for tensor in weights.values()), room_for, torch.device(device))
     group.check_same("the checkpoint", (checkpoint.config, checkpoint.draft_head, checkpoint.tensors, dtype))
+    quantized = (triton_kernels if triton else torch_kernels)() if keep_quantized else None
     with group.together():
         load_weights(
             model,
             checkpoint,
             device=torch.device(device),
             progress=progress,
-            keep_quantized=keep_quantized,
+            quantized=quantized,
             group=group,
         )
     model = model.to(device).eval().requires_grad_(False)
+    model.path = KernelPath(model, triton_ops()) if triton else None
     if compile and has_compiler():
         compile_pieces(model)
     elif compile:

@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from compressed_spec.cache import Scratch
+from compressed_spec.cache import MoveRows, Scratch
 from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Compression, StateSpec
@@ -19,6 +19,7 @@ from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.dspark import DSparkHead
 from compressed_spec.models.deepseek_v4.embedding import VocabularyEmbedding
 from compressed_spec.models.deepseek_v4.few import Few, written_rows
+from compressed_spec.models.deepseek_v4.layer_path import LayerPath
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
@@ -66,6 +67,7 @@ class DeepseekV4(TargetModel, HyperConnected):
         kinds = [compression_of(config, spec) for spec in config.layers]
         self._kinds = tuple(None if kind is None else kind.name for kind in kinds)
         self.few: Few | None = None
+        self.path: LayerPath | None = None
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, self.precision)
         self.head = Linear(config.hidden_size, group.part(config.vocab_size), self.precision)
         self.add_site("head")
@@ -105,6 +107,9 @@ class DeepseekV4(TargetModel, HyperConnected):
             self.config, draft_head=self.draft_head, num_draft_layers=len(self.mtp), precision=self.precision
         )
 
+    def row_mover(self) -> MoveRows | None:
+        return None if self.path is None else self.path.row_mover()
+
     def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
         return self.finish(plan, scratch, self.advance(plan, scratch, self.begin(plan), len(self.layers)))
 
@@ -113,6 +118,8 @@ class DeepseekV4(TargetModel, HyperConnected):
         return LayerStreams(num_layers=0, streams={-1: streams_TMD.contiguous()})
 
     def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
+        if self.path is not None and scratch.in_place:
+            return self.path.advance(plan, scratch, before, num_layers)
         main = rotation(self.get_buffer("rope_main"), plan.position_T)
         compress_frequencies = self.get_buffer("rope_compress")
         compress = rotation(compress_frequencies, plan.position_T)
@@ -149,7 +156,9 @@ class DeepseekV4(TargetModel, HyperConnected):
             main = rotation(self.get_buffer("rope_main"), plan.position_T)
             for stage, rows_TD in enumerate(dspark.kv_rows(after.streams, main)):
                 scratch.write("head_kv", stage, rows_TD)
-        if mtp is not None:
+        if mtp is not None and self.path is not None and scratch.in_place:
+            self.path.finish(plan, scratch, streams_TMD)
+        elif mtp is not None:
             rows_RD = scratch.write("pending_stream", 0, streams_TMD.flatten(1))
             previous_TMD = rows_RD[plan.parent_stream_T].unflatten(-1, (self.config.hc_mult, -1))
             before = rotation(self.get_buffer("rope_main"), plan.position_T - 1)
@@ -171,6 +180,8 @@ class DeepseekV4(TargetModel, HyperConnected):
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         head = self.mtp_head
         assert head is not None, "this model has no MTP head"
+        if self.path is not None:
+            return self.path.draft_step(step, scratch)
         run = head.step
         target: Scratch | LayerScratch = scratch
         if self.few is not None and len(step.tokens_N) <= self.few.nodes:

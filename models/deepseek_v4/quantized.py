@@ -39,8 +39,11 @@ class QuantizedKernels:
 
 def quantized_kernels(device: torch.device) -> QuantizedKernels:
     """Triton's on a GPU, plain torch elsewhere."""
-    if device.type == "cuda":
-        return triton_kernels()
+    return triton_kernels() if device.type == "cuda" else torch_kernels()
+
+
+def torch_kernels() -> QuantizedKernels:
+    """Plain torch."""
     fast = numerics_named("fast")
     return QuantizedKernels(
         linear=fp8_linear,

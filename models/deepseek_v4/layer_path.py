@@ -1,0 +1,33 @@
+"""What may carry out a model's layers in place of their modules.
+
+T = nodes, N = draft nodes, M = residual streams, D = model width
+"""
+
+from typing import Protocol
+
+import torch
+
+from compressed_spec.cache import MoveRows, Scratch
+from compressed_spec.partial import LayerStreams
+from compressed_spec.rows import RowPlan
+from compressed_spec.target import DraftStep
+
+
+class LayerPath(Protocol):
+    """`DeepseekV4`'s methods of these names, for a scratch that is written in place."""
+
+    def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
+        """On through the layers up to `num_layers`, writing their rows."""
+        ...
+
+    def finish(self, plan: RowPlan, scratch: Scratch, streams_TMD: torch.Tensor) -> None:
+        """Write the rows of an MTP head."""
+        ...
+
+    def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
+        """The MTP head's own streams `[N, M, D]` after a step; writes its KV rows."""
+        ...
+
+    def row_mover(self) -> MoveRows:
+        """What moves the rows of one cache's commits."""
+        ...
