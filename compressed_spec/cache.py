@@ -259,6 +259,13 @@ class Cache:
             self._lengths[row] += len(path)
         self._damaged.difference_update(grown)
 
+    def committed(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Take note of tokens that the device has committed by itself, in rows marked as damaged before."""
+        self.next_ticket()
+        for row, count in zip(rows, counts, strict=True):
+            self._lengths[row] += count
+        self._damaged.difference_update(rows)
+
     def _move_at_once(self, accepted: _Accepted, move_rows: MoveRows) -> None:
         lanes: dict[tuple[object, ...], int] = {}
         moves: list[Ints] = []

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from compressed_spec.cache import Cache, MoveRows, Scratch, Verification
+from compressed_spec.device_trees import DeviceRounds
 from compressed_spec.layout import CacheShape, StateSpec
 from compressed_spec.memory import check_fits
 from compressed_spec.parallel import ALONE, ParallelGroup
@@ -171,6 +172,10 @@ class TargetModel(nn.Module, ABC):
 
     def row_mover(self) -> MoveRows | None:
         """What moves the rows of a cache's commits, one a cache; None for torch's own copies."""
+        return None
+
+    def device_rounds(self, cache: Cache) -> DeviceRounds | None:
+        """Rounds over a cache that the device carries out by itself, None where the host must see each step."""
         return None
 
     def check_tokens(self, tokens: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ LAYERS = (
         "partial",
         "layer_scratch",
         "cache",
+        "device_trees",
         "parallel",
         "watch",
         "launch",
@@ -33,7 +34,7 @@ LAYERS = (
     {"models"},
     {"noise", "sampling_params", "processors", "sampling", "stats"},
     {"verifying", "drafting", "shaping"},
-    {"accepting", "proposing", "decode"},
+    {"accepting", "requests", "proposing", "whole", "decode"},
     {
         "stopping",
         "prefix",

@@ -69,11 +69,9 @@ class DeviceForward:
         self.eps = model.config.rms_norm_eps
 
     def __call__(self, plan: DevicePlan) -> torch.Tensor:
-        """The streams `[T, M, D]` after the last layer; writes all scratch rows of the nodes.
-
-        Nodes have slots 0 .. T, and one slot more must be free.
-        """
-        assert len(plan.tokens_T) < self.cache.shape.num_slots, "the last slot takes what is written to nothing"
+        """The streams `[T, M, D]` after the last layer; writes all scratch rows of the nodes (slots 0 .. T)."""
+        num_slots = len(plan.tokens_T) + self.ops.spare_slots
+        assert num_slots <= self.cache.shape.num_slots, "the last slot takes what is written to nothing"
         here = self.round(plan, plan.spans, None)
         streams_TMD = self.begin(plan.tokens_T)
         for layer in range(len(self.model.layers)):

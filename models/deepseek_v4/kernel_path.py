@@ -5,8 +5,11 @@ T = nodes, N = draft nodes, M = residual streams, D = model width
 
 import torch
 
-from compressed_spec.cache import MoveRows, Scratch
+from compressed_spec.cache import Cache, MoveRows, Scratch
+from compressed_spec.device_trees import DeviceRounds
 from compressed_spec.models.deepseek_v4.device_forward import Angles, DeviceForward, NodeRound
+from compressed_spec.models.deepseek_v4.device_round import DeviceRound
+from compressed_spec.models.deepseek_v4.graphs import CudaCapture, GraphedRounds, eager
 from compressed_spec.models.deepseek_v4.layer_ops import LayerOps
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.rope import rotation
@@ -67,3 +70,10 @@ class KernelPath:
         from compressed_spec.kernels.commit_triton import RowMover
 
         return RowMover()
+
+    def rounds(self, cache: Cache) -> DeviceRounds | None:
+        """See `LayerPath`: CUDA graphs on a GPU. None with several processes, and with a DSpark head."""
+        if self._model.group.size > 1 or self._model.dspark_head is not None:
+            return None
+        device_round = DeviceRound(DeviceForward(self._model, cache, self._ops))
+        return GraphedRounds(device_round, CudaCapture() if cache.device.type == "cuda" else eager)

@@ -33,7 +33,8 @@ class LayerOps:
     """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`, or written to rows `out_NX`. mix_and_collapse:
     `mix_weights` and `collapse`. pool_entries, index_scores, choose_rows: as below.
 
-    The others are as in the kernels' files of their names, without `numerics`.
+    The others are as in the kernels' files of their names, without `numerics`. spare_slots: slots that no node may have
+    in a round whose entries only the device knows.
     """
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
@@ -45,6 +46,7 @@ class LayerOps:
     choose_rows: Callable[[torch.Tensor, CompressionPlan, int], torch.Tensor]
     mix_and_collapse: Callable[..., BlockInput]
     expand: Callable[[torch.Tensor, torch.Tensor, MixWeights], torch.Tensor]
+    spare_slots: int
 
 
 def torch_ops() -> LayerOps:
@@ -60,6 +62,7 @@ def torch_ops() -> LayerOps:
         choose_rows=choose_rows,
         mix_and_collapse=_mix_and_collapse,
         expand=lambda output_TD, streams_TMD, weights: expand(output_TD, streams_TMD, weights, fast),
+        spare_slots=1,
     )
 
 
@@ -101,6 +104,7 @@ def triton_ops() -> LayerOps:
         choose_rows=triton_choose_rows,
         mix_and_collapse=mix_and_collapse,
         expand=hyper_connection_triton.expand,
+        spare_slots=0,
     )
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from compressed_spec.cache import MoveRows, Scratch
+from compressed_spec.cache import Cache, MoveRows, Scratch
+from compressed_spec.device_trees import DeviceRounds
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
 from compressed_spec.target import DraftStep
@@ -30,4 +31,8 @@ class LayerPath(Protocol):
 
     def row_mover(self) -> MoveRows:
         """What moves the rows of one cache's commits."""
+        ...
+
+    def rounds(self, cache: Cache) -> DeviceRounds | None:
+        """Rounds over a cache that the device carries out by itself, if this model has such."""
         ...

@@ -8,7 +8,8 @@ from collections import Counter
 import torch
 from torch import nn
 
-from compressed_spec.cache import MoveRows, Scratch
+from compressed_spec.cache import Cache, MoveRows, Scratch
+from compressed_spec.device_trees import DeviceRounds
 from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Compression, StateSpec
@@ -109,6 +110,9 @@ class DeepseekV4(TargetModel, HyperConnected):
 
     def row_mover(self) -> MoveRows | None:
         return None if self.path is None else self.path.row_mover()
+
+    def device_rounds(self, cache: Cache) -> DeviceRounds | None:
+        return None if self.path is None else self.path.rounds(cache)
 
     def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
         return self.finish(plan, scratch, self.advance(plan, scratch, self.begin(plan), len(self.layers)))
