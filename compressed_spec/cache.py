@@ -4,20 +4,19 @@ L = layers, R = rows, D = row width
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from compressed_spec.kernels.commit import Moves
+from compressed_spec.kernels.commit import MoveRows, Moves
+from compressed_spec.kernels.fp8_rows import decode_rows, encode_rows
 from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
 from compressed_spec.partial import Stopped
 from compressed_spec.rows import Ints, RowPlan
 from compressed_spec.tree import TokenTree
-
-MoveRows = Callable[[Sequence[torch.Tensor], Sequence[int], Moves], None]  # as `kernels.commit.commit_rows`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +55,9 @@ class Scratch:
     """
 
     def __init__(self, cache: "Cache", slot_T: torch.Tensor | None = None, *, out_of_place: bool = False) -> None:
+        self.cache, self.in_place = cache, not out_of_place
         self._cache, self._slot_T = cache, slot_T
         self._out_of_place = out_of_place
-
-    @property
-    def cache(self) -> "Cache":
-        return self._cache
-
-    @property
-    def in_place(self) -> bool:
-        return not self._out_of_place
 
     def write(
         self, pool: str, layer: int, values_ND: torch.Tensor, first: int = 0, *, slots: torch.Tensor | None = None
@@ -75,7 +67,7 @@ class Scratch:
         first: slot of the first node, where the nodes lie one after the other.
         """
         rows_RD, persistent = self._cache.pools[pool][layer], self._cache.num_persistent(pool)
-        values_ND, slots = values_ND.to(rows_RD.dtype), self._slot_T if slots is None else slots
+        values_ND, slots = self._cache.rows_of(pool, values_ND), self._slot_T if slots is None else slots
         if self._out_of_place:
             if slots is not None:
                 num_slots = int(slots.max()) + 1 if len(slots) else 0
@@ -155,7 +147,7 @@ class Cache:
             self.pools = {
                 pool.name: torch.full(
                     (pool.num_layers, self.num_persistent(pool.name) + shape.num_scratch(pool), pool.dim),
-                    float("nan"),
+                    255 if pool.packed else float("nan"),  # packed: codes, scales and tails that are no numbers
                     dtype=pool.dtype,
                     device=device,
                 )
@@ -184,6 +176,13 @@ class Cache:
     def num_persistent(self, pool: str) -> int:
         """Persistent rows of a pool; its scratch rows follow them."""
         return self.shape.batch_size * self._specs[pool].per_sequence
+
+    def rows_of(self, pool: str, values_ND: torch.Tensor) -> torch.Tensor:
+        """Rows as a pool keeps them: in its dtype, or packed."""
+        if self._specs[pool].packed:
+            assert self.spec.fp8_rotated is not None
+            return encode_rows(values_ND, self.spec.fp8_rotated)
+        return values_ND.to(self._specs[pool].dtype)
 
     def scratch_rows(self, count: int) -> Iterator[torch.Tensor]:
         """The first `count` scratch rows of each pool."""
@@ -390,5 +389,7 @@ class Cache:
                 }[pool.addressing]
                 # A ring that has not come round yet is written from its first slot on.
                 written = self.pools[name][:, owned.start : owned.start + num_written]
+                if pool.packed and self.spec.fp8_rotated is not None:
+                    written = decode_rows(written.flatten(0, 1), self.spec.head_dim, self.spec.fp8_rotated)
                 if not bool(torch.isfinite(written).all()):
                     raise ValueError(f"Pool {name} holds values that are not finite in row {row} of {length} tokens.")

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from compressed_spec.cache import Cache, MoveRows, Scratch, Verification
+from compressed_spec.cache import Cache, Scratch, Verification
 from compressed_spec.device_trees import DeviceRounds
+from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.layout import CacheShape, StateSpec
 from compressed_spec.memory import check_fits
 from compressed_spec.parallel import ALONE, ParallelGroup

@@ -67,7 +67,7 @@ def check_texts(model: DeepseekV4, tree: str, num_whole: list[int], count: int, 
     plain = generate(model, PROMPTS, tree=tree, max_new_tokens=count, stop_token_ids=[], batch_size=2, **options)
     num_whole[0], model.path = 0, path
     whole = generate(model, PROMPTS, tree=tree, max_new_tokens=count, stop_token_ids=[], batch_size=2, **options)
-    assert num_whole[0] > 4
+    assert num_whole[0] > 2
     for mine, theirs in zip(whole, plain, strict=True):
         assert mine.token_ids == theirs.token_ids
         for name in ("num_rounds", "num_draft_tokens", "num_accepted_tokens_per_pos", "acceptance_length"):

@@ -166,7 +166,7 @@ class DeviceForward:
                 if rows_TK is None:
                     rows_TK = self._choose(attn.indexer, x_TD, qr_TD, turn, comp, here.spans[kind], keys_RI)
         window_RD = self.cache.pools[here.kv_pool][attn.layer]
-        o_THD = ops.attention(q_THD, window_RD, here.window_rows_TW, entries_RE, rows_TK, attn.attn_sink)
+        o_THD = ops.attention(q_THD, window_RD, here.window_rows_TW, entries_RE, rows_TK, attn.attn_sink, attn.rope_dim)
         o_THD = ops.apply_rope(o_THD, turn.cos_NP, angles.undo_sin)
         o_TGD = o_THD.flatten(1).unflatten(-1, (attn.groups, -1))
         low_TGR = torch.einsum("tgd,god->tgo", o_TGD, attn.wo_a.weight.unflatten(0, (attn.groups, -1)))
@@ -210,6 +210,7 @@ class DeviceForward:
                 entries_RE,
                 here.entry_rows[module.compression],
                 overlap=module.overlap,
+                dtype=self.model.precision.dtype,
             )
         return entries_RE
 

@@ -5,8 +5,9 @@ T = nodes, N = draft nodes, M = residual streams, D = model width
 
 import torch
 
-from compressed_spec.cache import Cache, MoveRows, Scratch
+from compressed_spec.cache import Cache, Scratch
 from compressed_spec.device_trees import DeviceRounds
+from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.models.deepseek_v4.device_forward import Angles, DeviceForward, NodeRound
 from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 from compressed_spec.models.deepseek_v4.graphs import CudaCapture, GraphedRounds, eager

@@ -12,6 +12,7 @@ import torch
 
 from compressed_spec.kernels.attention import sparse_attention
 from compressed_spec.kernels.compress import pool_windows
+from compressed_spec.kernels.fp8_rows import encode_rows
 from compressed_spec.kernels.hyper_connection import MixWeights, collapse, expand, mix_weights
 from compressed_spec.kernels.indexer import gathered_index_scores, select_entries
 from compressed_spec.kernels.norm import rms_norm
@@ -118,7 +119,14 @@ def _norm_rope(
     out_NX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     turned_THD = apply_rope(rms_norm(x_THD, weight_D, eps), cos_TP, sin_TP)
-    return turned_THD if out_NX is None else out_NX.copy_(turned_THD.flatten(0, 1))
+    if out_NX is None:
+        return turned_THD
+    return out_NX.copy_(_rows(turned_THD.flatten(0, 1), out_NX, cos_TP))
+
+
+def _rows(x_ND: torch.Tensor, like_NX: torch.Tensor, cos_TP: torch.Tensor) -> torch.Tensor:
+    """Rows as a pool of these keeps them."""
+    return encode_rows(x_ND, 2 * cos_TP.shape[-1]) if like_NX.dtype == torch.uint8 else x_ND
 
 
 def _mix_and_collapse(streams_TMD: torch.Tensor, *args: Any, **kwargs: Any) -> BlockInput:
@@ -137,14 +145,16 @@ def pool_entries(
     out_rows_C: torch.Tensor,
     *,
     overlap: bool,
+    dtype: torch.dtype,
 ) -> None:
-    """Pool windows, norm and rotate the entries, and write them to rows `out_rows_C`; -1 writes nothing.
+    """Pool windows, norm and rotate the entries, and write them, of `dtype` or packed, to rows `out_rows_C`.
 
-    The pool's last row is written to in place of nothing: it must be nobody's.
+    -1 writes nothing. The pool's last row is written to in place of nothing: it must be nobody's.
     """
-    pooled_CE = pool_windows(buffer_RD, rows_CS, overlap=overlap).to(out_RE.dtype)
+    pooled_CE = pool_windows(buffer_RD, rows_CS, overlap=overlap).to(dtype)
     entries = apply_rope(rms_norm(pooled_CE, weight_E, eps).unsqueeze(1), cos_CP, sin_CP).squeeze(1)
-    out_RE.index_copy_(0, torch.where(out_rows_C < 0, len(out_RE) - 1, out_rows_C), entries)
+    target_C = torch.where(out_rows_C < 0, len(out_RE) - 1, out_rows_C)
+    out_RE.index_copy_(0, target_C, _rows(entries, out_RE, cos_CP))
 
 
 def index_scores(

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
-from compressed_spec.cache import Cache, MoveRows, Scratch
+from compressed_spec.cache import Cache, Scratch
 from compressed_spec.device_trees import DeviceRounds
+from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
 from compressed_spec.target import DraftStep

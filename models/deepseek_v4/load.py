@@ -20,6 +20,7 @@ from compressed_spec.models.deepseek_v4.weights import load_weights
 from compressed_spec.parallel import ALONE, ParallelGroup
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = ("auto", "fp8")
 DEMO = Path(str(files("compressed_spec"))) / "assets" / "demo"
 
 
@@ -33,6 +34,7 @@ def load_model(
     progress: bool = True,
     keep_quantized: bool = False,
     kernels: str = "auto",
+    kv_dtype: str = "auto",
     group: ParallelGroup = ALONE,
     room_for: CacheShape | None = None,
 ) -> DeepseekV4:
@@ -50,6 +52,8 @@ def load_model(
     kernels: what carries out layers and commits: "torch", "triton" (a GPU, or Triton's interpreter where
     TRITON_INTERPRET=1 is set; not in float64, nor with invariant numerics), or "auto", Triton's wherever there is a GPU
     and the dtype is not float64.
+    kv_dtype: "auto", in `dtype`, or "fp8": KV and compressed entries packed as E4M3, with scales, but for their rotated
+    channels, which stay bfloat16: about half of bfloat16's memory, rounded as the checkpoint was trained for.
     group: the processes that share the model (see `launch.join`); each calls this with the same arguments but for its
     own device, and gets its part. room_for: a cache that shall fit beside the weights.
     Raises ValueError, naming the tensor or key and the remedy, for whatever is wrong with the checkpoint, and, before
@@ -57,16 +61,17 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"Unknown dtype {dtype!r}: use one of {', '.join(DTYPES)}.")
+    if kv_dtype not in KV_DTYPES:
+        raise ValueError(f"Unknown kv_dtype {kv_dtype!r}: use one of {', '.join(KV_DTYPES)}.")
     numerics_named(numerics)
     if numerics == "invariant" and torch.device(device).type != "cpu":
         raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
     triton = takes_triton(kernels, device=torch.device(device), dtype=DTYPES[dtype], numerics=numerics)
-    if compile and (
-        triton or numerics != "fast" or torch.device(device).type != "cpu" or keep_quantized or group.size > 1
-    ):
+    fp8_rows, stored = kv_dtype == "fp8", keep_quantized or kv_dtype == "fp8"
+    if compile and (triton or stored or numerics != "fast" or torch.device(device).type != "cpu" or group.size > 1):
         raise ValueError(
-            "compile=True is for fast numerics on a CPU without Triton, dequantised weights and one process: leave it "
-            "out, or the other options."
+            "compile=True is for fast numerics on a CPU without Triton, dequantised weights and KV, and one process: "
+            "leave it out, or the other options."
         )
     if keep_quantized and (numerics == "invariant" or group.size > 1):
         raise ValueError("keep_quantized is for fast numerics and one process: leave it out, or the other options.")
@@ -75,7 +80,7 @@ def load_model(
     with group.together():
         _check_device(device)
         checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
-        model = empty_model(checkpoint, dtype=DTYPES[dtype], numerics=numerics, group=group)
+        model = empty_model(checkpoint, dtype=DTYPES[dtype], numerics=numerics, fp8_rows=fp8_rows, group=group)
         weights = checkpoint.tensors if keep_quantized else model.state_dict()
         _check_fits(model, sum(tensor.nbytes for tensor in weights.values()), room_for, torch.device(device))
     group.check_same("the checkpoint", (checkpoint.config, checkpoint.draft_head, checkpoint.tensors, dtype))
@@ -99,7 +104,12 @@ def load_model(
 
 
 def empty_model(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, numerics: str = "fast", group: ParallelGroup = ALONE
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    numerics: str = "fast",
+    fp8_rows: bool = False,
+    group: ParallelGroup = ALONE,
 ) -> DeepseekV4:
     """A process's part of a checkpoint's model without its values, on the meta device."""
     with torch.device("meta"):
@@ -109,6 +119,7 @@ def empty_model(
             num_draft_layers=checkpoint.num_draft_layers,
             dtype=dtype,
             numerics=numerics,
+            fp8_rows=fp8_rows,
             group=group,
         )
 

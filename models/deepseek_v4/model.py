@@ -8,8 +8,9 @@ from collections import Counter
 import torch
 from torch import nn
 
-from compressed_spec.cache import Cache, MoveRows, Scratch
+from compressed_spec.cache import Cache, Scratch
 from compressed_spec.device_trees import DeviceRounds
+from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Compression, StateSpec
@@ -26,7 +27,7 @@ from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.models.deepseek_v4.parallel_plan import check_size
 from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
-from compressed_spec.models.deepseek_v4.state import state_spec
+from compressed_spec.models.deepseek_v4.state import check_packable, state_spec
 from compressed_spec.parallel import ALONE, ParallelGroup
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
@@ -37,9 +38,10 @@ class DeepseekV4(TargetModel, HyperConnected):
     """The whole model, or one process's part of it; parameters carry the upstream names, with experts stacked.
 
     draft_head, num_draft_layers: which head it has (`mtp`), and blocks of it (MTP: one). dtype: of matrices,
-    activations and KV. numerics: "fast", or "invariant" (see `kernels.numerics`). group: the processes that share it
-    (see `parallel_plan`). Raises ValueError for a DSpark head without the dspark_* keys in the config, and for a number
-    of processes that cannot share it.
+    activations and KV. numerics: "fast", or "invariant" (see `kernels.numerics`). fp8_rows: keep KV and entries packed
+    (see `kernels.fp8_rows`). group: the processes that share it (see `parallel_plan`). Raises ValueError for a DSpark
+    head without the dspark_* keys in the config, for rows that cannot be packed, and for a number of processes that
+    cannot share it.
     """
 
     def __init__(
@@ -50,10 +52,13 @@ class DeepseekV4(TargetModel, HyperConnected):
         num_draft_layers: int = 1,
         dtype: torch.dtype,
         numerics: str = "fast",
+        fp8_rows: bool = False,
         group: ParallelGroup = ALONE,
     ) -> None:
         check_size(config, group.size)
-        super().__init__(config, Precision(dtype=dtype, numerics=numerics_named(numerics)))
+        if fp8_rows:
+            check_packable(config)
+        super().__init__(config, Precision(dtype=dtype, numerics=numerics_named(numerics), fp8_rows=fp8_rows))
         self.draft_head, self.group = draft_head, group
         self.vocab_size, self.max_position_embeddings = config.vocab_size, config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
