@@ -135,7 +135,7 @@ def _launch(
 ) -> None:
     assert buffer_RD.dtype == torch.float32, "compressors keep float32 rows"
     num_windows, num_tokens = rows_CK.shape
-    width = buffer_RD.shape[1] // (4 if overlap else 2)
+    width = out_RE.shape[1] if weight_E is None else len(weight_E)
     if not num_windows:
         return
     pool_windows_kernel[(num_windows,)](
