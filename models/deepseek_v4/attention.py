@@ -177,5 +177,5 @@ class Attention(nn.Module):
         )
         undo = rotation.inverse
         o_TGD = apply_rope(o_THD, undo.cos_NP, undo.sin_NP).flatten(1).unflatten(-1, (self.groups, -1))
-        low_TGR = self.numerics.grouped_linear(o_TGD, self.wo_a.weight.unflatten(0, (self.groups, -1)))
+        low_TGR = self.wo_a.grouped(o_TGD)
         return self.group.all_reduce(self.wo_b(low_TGR.flatten(1)))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from compressed_spec.cache import Cache
+from compressed_spec.kernels.stored_experts import StoredExperts
 from compressed_spec.models.deepseek_v4.attention import Attention
 from compressed_spec.models.deepseek_v4.block import Block, MoE
 from compressed_spec.models.deepseek_v4.compressor import Compressor, Indexer
@@ -24,9 +25,7 @@ from compressed_spec.rows import CompressionPlan, RowPlan
 # Kernels that a layer launches, with Triton operations, quantised weights, bfloat16 and scored entries, as counted by
 # tests/test_launches.py. Where few nodes leave the chip idle, lists and sums of FP8 products are cut into parts, and
 # each such kernel is followed by another.
-KERNELS_A_LAYER = {"sliding": 30, "hca": 37, "csa": 51}
-# Numbers of unquantised experts' weights, once for each (node, expert) pair: beyond, experts are grouped on the host.
-MOST_GATHERED = 2**27
+KERNELS_A_LAYER = {"sliding": 29, "hca": 36, "csa": 50}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +168,7 @@ class DeviceForward:
         o_THD = ops.attention(q_THD, window_RD, here.window_rows_TW, entries_RE, rows_TK, attn.attn_sink, attn.rope_dim)
         o_THD = ops.apply_rope(o_THD, turn.cos_NP, angles.undo_sin)
         o_TGD = o_THD.flatten(1).unflatten(-1, (attn.groups, -1))
-        low_TGR = torch.einsum("tgd,god->tgo", o_TGD, attn.wo_a.weight.unflatten(0, (attn.groups, -1)))
-        return attn.group.all_reduce(attn.wo_b(low_TGR.flatten(1)))
+        return attn.group.all_reduce(attn.wo_b(attn.wo_a.grouped(o_TGD).flatten(1)))
 
     def _write_kv(
         self, pool: str, attn: Attention, x_TD: torch.Tensor, turn: Rotation, first: int, slot_T: torch.Tensor | None
@@ -234,14 +232,11 @@ class DeviceForward:
 
     def _experts(self, ffn: MoE | QuantizedMoE, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         routing = ffn.route(x_TD, tokens_T)
-        output_TD: torch.Tensor
         if isinstance(ffn, QuantizedMoE) or ffn.group.size > 1:
-            output_TD = ffn(x_TD, routing)
-        else:
-            # Unquantised experts over gathered weights: for tests and small models, not for speed.
-            gathered = routing.experts_TK.numel() * ffn.experts.w13[0].numel() * 3 // 2
-            output_TD = ffn.few(x_TD, routing) if gathered <= MOST_GATHERED else ffn(x_TD, routing)
-        return output_TD
+            output_TD: torch.Tensor = ffn(x_TD, routing)
+            return output_TD
+        experts = StoredExperts(w13=ffn.experts.w13, w13_scale=None, w2=ffn.experts.w2, w2_scale=None)
+        return self.ops.experts(x_TD, routing, experts, ffn.limit, ffn.shared_experts(x_TD))
 
     def head_rows(self, streams_TMD: torch.Tensor, plan: DevicePlan | RowPlan, slot_T: torch.Tensor | None) -> None:
         """Rows of an MTP head, if there is one, as `DeepseekV4.finish` leaves them."""

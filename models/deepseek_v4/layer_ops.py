@@ -15,9 +15,11 @@ from compressed_spec.kernels.compress import pool_windows
 from compressed_spec.kernels.fp8_rows import encode_rows
 from compressed_spec.kernels.hyper_connection import MixWeights, collapse, expand, mix_weights
 from compressed_spec.kernels.indexer import gathered_index_scores, select_entries
+from compressed_spec.kernels.moe import Routing
 from compressed_spec.kernels.norm import rms_norm
 from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.kernels.rope import apply_rope
+from compressed_spec.kernels.stored_experts import StoredExperts, stored_experts
 from compressed_spec.rows import CompressionPlan, selected_rows
 
 
@@ -32,7 +34,7 @@ class BlockInput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOps:
     """norm_rope: norm (weight or None), then rotation, of `[T, H, D]`, or written to rows `out_NX`. mix_and_collapse:
-    `mix_weights` and `collapse`. pool_entries, index_scores, choose_rows: as below.
+    `mix_weights` and `collapse`. experts: `stored_experts`. pool_entries, index_scores, choose_rows: as below.
 
     The others are as in the kernels' files of their names, without `numerics`. spare_slots: slots that no node may have
     in a round whose entries only the device knows.
@@ -47,6 +49,7 @@ class LayerOps:
     choose_rows: Callable[[torch.Tensor, CompressionPlan, int], torch.Tensor]
     mix_and_collapse: Callable[..., BlockInput]
     expand: Callable[[torch.Tensor, torch.Tensor, MixWeights], torch.Tensor]
+    experts: Callable[[torch.Tensor, Routing, StoredExperts, float, torch.Tensor], torch.Tensor]
     spare_slots: int
 
 
@@ -63,6 +66,7 @@ def torch_ops() -> LayerOps:
         choose_rows=choose_rows,
         mix_and_collapse=_mix_and_collapse,
         expand=lambda output_TD, streams_TMD, weights: expand(output_TD, streams_TMD, weights, fast),
+        experts=stored_experts,
         spare_slots=1,
     )
 
@@ -75,6 +79,7 @@ def triton_ops() -> LayerOps:
         hyper_connection_triton,
         indexer_triton,
         norm_rope_triton,
+        stored_experts_triton,
     )
 
     def mix_and_collapse(*args: Any, **kwargs: Any) -> BlockInput:
@@ -105,6 +110,7 @@ def triton_ops() -> LayerOps:
         choose_rows=triton_choose_rows,
         mix_and_collapse=mix_and_collapse,
         expand=hyper_connection_triton.expand,
+        experts=stored_experts_triton.stored_experts,
         spare_slots=0,
     )
 

@@ -53,6 +53,10 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.numerics.linear(x, self.weight)
 
+    def grouped(self, x_TGD: torch.Tensor) -> torch.Tensor:
+        """One product a group `[T, G, O / G]`: the matrix' rows are the groups', one after the other."""
+        return self.numerics.grouped_linear(x_TGD, self.weight.unflatten(0, (x_TGD.shape[1], -1)))
+
 
 class HyperConnected(nn.Module):
     """Base of what collapses the residual streams: registers `hc_<site>_{fn,base,scale}` and applies them."""

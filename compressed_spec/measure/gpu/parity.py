@@ -19,8 +19,6 @@ from compressed_spec.kernels import (
     coupled_triton,
     expert_tiles,
     expert_tiles_triton,
-    fp4_experts,
-    fp4_experts_triton,
     fp8_linear,
     fp8_linear_triton,
     fp8_rows,
@@ -32,6 +30,8 @@ from compressed_spec.kernels import (
     norm_rope_triton,
     rope,
     route_triton,
+    stored_experts,
+    stored_experts_triton,
 )
 from compressed_spec.kernels.moe import Routing
 from compressed_spec.kernels.numerics import numerics_named
@@ -112,7 +112,7 @@ def _fp4_experts(scale: Scale, device: torch.device) -> Iterator[Parity]:
     def scales(*shape: int) -> torch.Tensor:
         return torch.randint(116, 121, shape, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
 
-    packed = fp4_experts.PackedExperts(
+    packed = stored_experts.StoredExperts(
         w13=codes(experts, 2 * inner, width // 2),
         w13_scale=scales(experts, 2 * inner, width // 32),
         w2=codes(experts, width, inner // 2),
@@ -125,11 +125,11 @@ def _fp4_experts(scale: Scale, device: torch.device) -> Iterator[Parity]:
         def plain(x: torch.Tensor, picks: torch.Tensor = picks, weights: torch.Tensor = weights) -> torch.Tensor:
             wide = torch.promote_types(x.dtype, torch.float32)
             routing = Routing(experts_TK=picks, weights_TK=weights.to(wide))
-            return fp4_experts.fp4_experts(x, routing, packed, 10.0)
+            return stored_experts.stored_experts(x, routing, packed, 10.0)
 
         def ours(x: torch.Tensor, picks: torch.Tensor = picks, weights: torch.Tensor = weights) -> torch.Tensor:
             routing = Routing(experts_TK=picks, weights_TK=weights)
-            return fp4_experts_triton.fp4_experts(x, routing, packed, 10.0)
+            return stored_experts_triton.stored_experts(x, routing, packed, 10.0)
 
         x_TD = torch.randn(rows, width, device=device).to(scale.dtype)
         yield _compare(f"fp4_experts/{rows} rows", ours, plain, {"x": x_TD})
