@@ -221,7 +221,7 @@ class Decoder:
             chunks = [self._cut(one, mine, None) for one, mine in zip(active, tokens, strict=True)]
         state, plan = self._state(active), None if self._shaper is None else self._shaper.largest
         self._unread = None
-        sizes = [1 if plan is None else plan.shape.num_nodes] * len(active)
+        sizes = [self._whole.num_nodes] * len(active)
         self._emit(active, state, plan, sizes, [len(end.tokens) - 1 for end in ends], chunks)
         return chunks
 

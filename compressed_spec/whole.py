@@ -1,13 +1,13 @@
 """Rounds that a device carries out by itself, from the drafts to the commit; the host sees what they emit.
 
-For rows that are greedy, or sampled by coupled noise from the model's own law, drafted by an MTP head in a fixed shape
-or decoded plainly. Whatever else is asked for goes through the host, and so do a text's last rounds, whose trees are
-cut.
+For rows that are greedy, or sampled by coupled noise from the model's own law, drafted by the model's head in a fixed
+shape or decoded plainly. Whatever else is asked for goes through the host, and so do a text's last rounds, whose trees
+are cut.
 
 B = batch rows, A = longest path
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from compressed_spec.cache import Cache
 from compressed_spec.device_trees import DeviceDraft, DeviceRounds, RoundInputs
 from compressed_spec.drafting.base import Drafter, DraftPlan
 from compressed_spec.drafting.device_head import HeadDraft
+from compressed_spec.drafting.device_steps import DSparkDeviceSteps, MTPDeviceSteps, StepsMaker
+from compressed_spec.drafting.dspark import DSparkDrafter
 from compressed_spec.drafting.mtp import MTPDrafter
 from compressed_spec.noise import seed_tensor
 from compressed_spec.proposing import Place
@@ -37,14 +39,19 @@ class WholeEnd:
 
 
 class WholeRounds:
-    """Over one cache. shape: None for plain decoding."""
+    """Over one cache. drafts: for rows of which none is sampled, and for others; None for plain decoding."""
 
-    def __init__(self, model: TargetModel, cache: Cache, rounds: DeviceRounds, shape: TreeShape | None) -> None:
-        self._model, self._cache, self._rounds, self.shape = model, cache, rounds, shape
+    def __init__(self, cache: Cache, rounds: DeviceRounds, drafts: Mapping[bool, HeadDraft] | None) -> None:
+        self._cache, self._rounds, self.drafts = cache, rounds, drafts
+
+    @property
+    def num_nodes(self) -> int:
+        """Of a tree."""
+        return 1 if self.drafts is None else self.drafts[True].num_nodes
 
     def takes(self, places: Sequence[Place], verifier: Verifier) -> bool:
         """Whether the device alone may decide these rows' next tokens."""
-        deepest = 0 if self.shape is None else self.shape.num_steps
+        deepest = 0 if self.drafts is None else self.drafts[True].num_steps
         coupled = isinstance(verifier, CoupledVerifier)
         return len(places) <= MOST_TREES and all(
             place.max_depth >= deepest and _is_plain(place.params) and (coupled or place.params.is_greedy)
@@ -58,7 +65,7 @@ class WholeRounds:
         cache, rows = self._cache, [place.row for place in places]
         cache.check_rows(rows)
         cache.mark_damaged(rows)  # until the host knows what was accepted
-        size = 1 if self.shape is None else self.shape.num_nodes
+        size = self.num_nodes
         params = [place.params for place in places for _ in range(size)]
         inputs = RoundInputs(
             rows_B=torch.tensor(rows),
@@ -67,9 +74,8 @@ class WholeRounds:
             seeds_T=seed_tensor([one.seed for one in params]),
         )
         form: tuple[int, ...] | DeviceDraft = (-1,)
-        if self.shape is not None:
-            sampled = not all(one.is_greedy for one in params)
-            form = HeadDraft(self._model, cache, self.shape, sampled=sampled)
+        if self.drafts is not None:
+            form = self.drafts[not all(one.is_greedy for one in params)]
         self._rounds.follow(cache.lengths)
         with torch.no_grad():
             outputs = self._rounds(form, inputs, max(cache.lengths))
@@ -90,16 +96,34 @@ def whole_rounds(
     model: TargetModel, cache: Cache, drafter: Drafter | None, shaper: Shaper | None
 ) -> WholeRounds | None:
     """What the model's device can do by itself with this drafter and these shapes; None for nothing."""
-    shape = None
+    drafts = None
     if drafter is not None and shaper is not None:
         plan = shaper.largest
-        if type(shaper) is not FixedShaper or type(drafter) is not MTPDrafter or plan != DraftPlan(shape=plan.shape):
+        if type(shaper) is not FixedShaper or plan != DraftPlan(shape=plan.shape):
             return None
-        if plan.shape.top_k > model.vocab_size:
+        drafts = _drafts(model, cache, drafter, plan.shape)
+        if drafts is None:
             return None
-        shape = plan.shape
     rounds = model.device_rounds(cache)
-    return None if rounds is None else WholeRounds(model, cache, rounds, shape)
+    return None if rounds is None else WholeRounds(cache, rounds, drafts)
+
+
+def _drafts(model: TargetModel, cache: Cache, drafter: Drafter, shape: TreeShape) -> dict[bool, HeadDraft] | None:
+    """What this drafter does, for rows of which none or some are sampled; None where the device cannot."""
+    steps: StepsMaker
+    if type(drafter) is MTPDrafter:
+        steps, num_steps, width = MTPDeviceSteps, shape.num_steps, shape.top_k
+    elif type(drafter) is DSparkDrafter and not drafter.confidence_threshold:
+        steps, num_steps = DSparkDeviceSteps, min(shape.num_steps, model.draft_block_size)
+        width = shape.num_nodes - 1
+    else:
+        return None
+    if shape.top_k > model.vocab_size:
+        return None
+    return {
+        sampled: HeadDraft(model, cache, steps, shape, num_steps=num_steps, width=width, sampled=sampled)
+        for sampled in (False, True)
+    }
 
 
 def _is_plain(params: SamplingParams) -> bool:

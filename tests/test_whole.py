@@ -14,6 +14,7 @@ from compressed_spec.decode import Decoder
 from compressed_spec.device_trees import RoundInputs
 from compressed_spec.drafting.base import DraftPlan, DraftRequest
 from compressed_spec.drafting.device_head import HeadDraft
+from compressed_spec.drafting.dspark import DSparkDrafter
 from compressed_spec.drafting.mtp import MTPDrafter
 from compressed_spec.generate import make_requests
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
@@ -21,6 +22,7 @@ from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 from compressed_spec.models.deepseek_v4.kernel_path import KernelPath
 from compressed_spec.models.deepseek_v4.layer_ops import LayerOps, torch_ops, triton_ops
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.noise import gumbel_noise, seed_tensor
 from compressed_spec.proposing import Place
 from compressed_spec.sampling_params import SamplingParams
@@ -34,11 +36,27 @@ from compressed_spec.whole import WholeRounds, whole_rounds
 PROMPTS = [random_text(n, seed=n) for n in (15, 3, 30)]
 
 
-def carried_model(ops: LayerOps, *, dtype: torch.dtype = torch.float64, ratios: Sequence[int] = (4, 8)) -> DeepseekV4:
+def carried_model(
+    ops: LayerOps,
+    *,
+    dtype: torch.dtype = torch.float64,
+    ratios: Sequence[int] = (4, 8),
+    head: DraftHeadKind = DraftHeadKind.MTP,
+) -> DeepseekV4:
     """A model whose rounds the device carries out."""
-    model = random_model(ratios, dtype=dtype)
+    layers = 2 if head is DraftHeadKind.DSPARK else 1
+    model = random_model(ratios, dtype=dtype, draft_head=head, num_draft_layers=layers)
     model.path = KernelPath(model, ops)
     return model
+
+
+def drafts_of(model: DeepseekV4, cache: Cache, shape: TreeShape) -> HeadDraft:
+    """What drafts for rows some of which are sampled."""
+    drafter = MTPDrafter(model) if model.mtp_head is not None else DSparkDrafter(model)
+    whole = whole_rounds(model, cache, drafter, FixedShaper(DraftPlan(shape=shape)))
+    assert whole is not None
+    assert whole.drafts is not None
+    return whole.drafts[True]
 
 
 def shape_of(text: str) -> TreeShape:
@@ -90,18 +108,29 @@ def test_texts_and_counts(tree: str, temperature: float, num_whole: list[int]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", ["off", "s3_k2_d6", "s9_k1_d10"])
+def test_texts_and_counts_of_blocks(tree: str, temperature: float, num_whole: list[int]) -> None:
+    model = carried_model(torch_ops(), head=DraftHeadKind.DSPARK)
+    check_texts(model, tree, num_whole, 11, temperature=temperature)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [DraftHeadKind.MTP, DraftHeadKind.DSPARK])
 @pytest.mark.parametrize("tree", ["off", "s3_k1_d4", "s3_k2_d6"])
-def test_texts_in_triton(tree: str, num_whole: list[int]) -> None:
-    check_texts(carried_model(triton_ops(), dtype=torch.float32), tree, num_whole, 9, temperature=0.8)
+def test_texts_in_triton(tree: str, head: DraftHeadKind, num_whole: list[int]) -> None:
+    check_texts(carried_model(triton_ops(), dtype=torch.float32, head=head), tree, num_whole, 9, temperature=0.8)
 
 
-@pytest.mark.parametrize("text", ["s1_k3_d3", "s3_k1_d4", "s4_k3_d9"])
-def test_drafts_are_the_hosts(text: str) -> None:
+@pytest.mark.parametrize("head", [DraftHeadKind.MTP, DraftHeadKind.DSPARK])
+@pytest.mark.parametrize("text", ["s1_k3_d3", "s3_k1_d4", "s4_k3_d9", "s9_k1_d10"])
+def test_drafts_are_the_hosts(text: str, head: DraftHeadKind) -> None:
     """Of a batch with a greedy row, a warm one and one that only fills it up."""
-    model, shape = carried_model(torch_ops()), shape_of(text)
+    model, shape = carried_model(torch_ops(), head=head), shape_of(text)
     cache = prefilled(model, PROMPTS, max_length=64)
+    drafter, draft = MTPDrafter if head is DraftHeadKind.MTP else DSparkDrafter, drafts_of(model, cache, shape)
     params = [SamplingParams(temperature=0.7, seed=5), SamplingParams(seed=6)]
-    rows, roots, size = [2, 0], [4, 9], shape.num_nodes
+    rows, roots, size = [2, 0], [4, 9], draft.num_nodes
 
     def noise(depth: int) -> torch.Tensor:
         positions = torch.tensor([cache.lengths[row] + depth for row in rows])
@@ -116,15 +145,16 @@ def test_drafts_are_the_hosts(text: str) -> None:
         temperatures=tuple(p.temperature for p in params),
         noise=noise,
     )
-    expected = MTPDrafter(model).propose(request)
+    expected = drafter(model).propose(request)
     inputs = RoundInputs(
         rows_B=torch.tensor([*rows, -1]),
         tokens_T=torch.tensor([*roots, 0]).repeat_interleave(size),
         temperature_T=torch.tensor([0.7, 0.0, 0.0], dtype=torch.float64).repeat_interleave(size),
         seeds_T=torch.tensor([5, 6, 0]).repeat_interleave(size),
     )
-    drafted = HeadDraft(model, cache, shape, sampled=True)(inputs, torch.tensor(cache.lengths))
+    drafted = draft(inputs, torch.tensor(cache.lengths))
     for i, tree in enumerate(expected):
+        assert len(tree) == size
         own = slice(i * size, (i + 1) * size)
         assert drafted.tokens_T[own].tolist() == list(tree.tokens)
         assert [max(p - i * size, -1) for p in drafted.trees.parents_T[own].tolist()] == list(tree.parents)
@@ -135,12 +165,14 @@ def test_drafts_are_the_hosts(text: str) -> None:
             assert 3 * most <= drafted.trees.num_closing[f"{'csa' if ratio == 4 else 'hca'}{ratio}"]
 
 
-def test_state_is_that_of_the_text() -> None:
-    model = carried_model(torch_ops())
+@pytest.mark.parametrize("head", [DraftHeadKind.MTP, DraftHeadKind.DSPARK])
+def test_state_is_that_of_the_text(head: DraftHeadKind) -> None:
+    model = carried_model(torch_ops(), head=head)
     cache = model.new_cache(batch_size=2, max_length=64, max_nodes=16, max_draft_nodes=16)
     logits_BV = model.prefill(cache, PROMPTS[:2])
     texts = [[*prompt, int(token)] for prompt, token in zip(PROMPTS, logits_BV.argmax(-1), strict=False)]
-    whole = whole_rounds(model, cache, MTPDrafter(model), FixedShaper(DraftPlan(shape=shape_of("s3_k2_d6"))))
+    drafter = MTPDrafter(model) if head is DraftHeadKind.MTP else DSparkDrafter(model)
+    whole = whole_rounds(model, cache, drafter, FixedShaper(DraftPlan(shape=shape_of("s3_k2_d6"))))
     assert whole is not None
     for _ in range(4):
         places = [
@@ -218,10 +250,15 @@ class _NothingFromTheHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("tree", [None, "s3_k2_d6"])
-def test_nothing_in_a_round_waits_for_the_device(tree: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tree", "head"),
+    [(None, DraftHeadKind.MTP), ("s3_k2_d6", DraftHeadKind.MTP), ("s3_k2_d6", DraftHeadKind.DSPARK)],
+)
+def test_nothing_in_a_round_waits_for_the_device(
+    tree: str | None, head: DraftHeadKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On tensors without data any reading back fails; the kernels, which are not asked to run, do none."""
-    model = carried_model(triton_ops(), dtype=torch.float32)
+    model = carried_model(triton_ops(), dtype=torch.float32, head=head)
     cache = prefilled(model, [PROMPTS[0]], max_length=64)
     shape = None if tree is None else shape_of(tree)
     model.to("meta")
@@ -251,6 +288,6 @@ def run_body(
             body()
         return lambda: None
 
-    form = (-1,) if shape is None else HeadDraft(model, cache, shape, sampled=True)
+    form = (-1,) if shape is None else drafts_of(model, cache, shape)
     outputs = GraphedRounds(carried, capture)(form, inputs, 20)
     assert outputs.logits_TV.is_meta

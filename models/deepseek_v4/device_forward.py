@@ -15,11 +15,13 @@ from compressed_spec.models.deepseek_v4.attention import Attention
 from compressed_spec.models.deepseek_v4.block import Block, MoE
 from compressed_spec.models.deepseek_v4.compressor import Compressor, Indexer
 from compressed_spec.models.deepseek_v4.device_plan import DevicePlan
+from compressed_spec.models.deepseek_v4.dspark import DSparkHead
 from compressed_spec.models.deepseek_v4.layer_ops import BlockInput, LayerOps
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.modules import HyperConnected
 from compressed_spec.models.deepseek_v4.quantized import QuantizedMoE
 from compressed_spec.models.deepseek_v4.rope import Rotation, rotation
+from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import CompressionPlan, RowPlan
 
 # Kernels that a layer launches, with Triton operations, quantised weights, bfloat16 and scored entries, as counted by
@@ -72,17 +74,23 @@ class DeviceForward:
         num_slots = len(plan.tokens_T) + self.ops.spare_slots
         assert num_slots <= self.cache.shape.num_slots, "the last slot takes what is written to nothing"
         here = self.round(plan, plan.spans, None)
-        streams_TMD = self.begin(plan.tokens_T)
-        for layer in range(len(self.model.layers)):
-            streams_TMD = self.layer(layer, streams_TMD, here)
-        assert self.model.dspark_head is None, "DSpark heads are not carried on the device yet"
-        self.head_rows(streams_TMD, plan, None)
-        return streams_TMD
+        streams_TMD = self.model.embed(plan.tokens_T).unsqueeze(1).repeat(1, self.model.config.hc_mult, 1)
+        before = LayerStreams(num_layers=0, streams={-1: streams_TMD})
+        after = self.layers(before, len(self.model.layers), here)
+        self.head_rows(after, plan, None)
+        return after.newest
 
-    def begin(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        """The streams before the first layer."""
-        streams_TMD: torch.Tensor = self.model.embed(tokens_T).unsqueeze(1).repeat(1, self.model.config.hc_mult, 1)
-        return streams_TMD
+    def layers(self, before: LayerStreams, num_layers: int, here: NodeRound) -> LayerStreams:
+        """On through the layers up to `num_layers`; keeps what a DSpark head reads as well."""
+        head = self.model.dspark_head
+        read_by_head = () if head is None else head.settings.target_layer_ids
+        kept = {layer: streams for layer, streams in before.streams.items() if layer in read_by_head}
+        streams_TMD = before.newest
+        for layer in range(before.num_layers, num_layers):
+            streams_TMD = self.layer(layer, streams_TMD, here)
+            if layer in read_by_head:
+                kept[layer] = streams_TMD
+        return LayerStreams(num_layers=num_layers, streams=kept | {num_layers - 1: streams_TMD})
 
     def round(
         self, plan: DevicePlan | RowPlan, spans: Mapping[str, torch.Tensor], slot_T: torch.Tensor | None
@@ -238,9 +246,11 @@ class DeviceForward:
         experts = StoredExperts(w13=ffn.experts.w13, w13_scale=None, w2=ffn.experts.w2, w2_scale=None)
         return self.ops.experts(x_TD, routing, experts, ffn.limit, ffn.shared_experts(x_TD))
 
-    def head_rows(self, streams_TMD: torch.Tensor, plan: DevicePlan | RowPlan, slot_T: torch.Tensor | None) -> None:
-        """Rows of an MTP head, if there is one, as `DeepseekV4.finish` leaves them."""
-        head, pool = self.model.mtp_head, "pending_stream"
+    def head_rows(self, after: LayerStreams, plan: DevicePlan | RowPlan, slot_T: torch.Tensor | None) -> None:
+        """Rows of a draft head, if there is one, as `DeepseekV4.finish` leaves them."""
+        streams_TMD, head, pool = after.newest, self.model.mtp_head, "pending_stream"
+        if self.model.dspark_head is not None:
+            self._dspark_rows(self.model.dspark_head, after, plan, slot_T)
         if head is None:
             return
         pending_RD = self.cache.pools[pool][0]
@@ -253,3 +263,14 @@ class DeviceForward:
         x_TD = self.ops.rms_norm(self._mix(head, "attn", fused_TMD).x_TD, head.attn_norm.weight, self.eps)
         turn = rotation(self.model.get_buffer("rope_main"), plan.position_T - 1)
         self._write_kv("head_kv", head.attn, x_TD, turn, 0, slot_T)
+
+    def _dspark_rows(
+        self, head: DSparkHead, after: LayerStreams, plan: DevicePlan | RowPlan, slot_T: torch.Tensor | None
+    ) -> None:
+        first = head.stages[0]
+        main_hidden = [after.streams[layer].mean(dim=1) for layer in head.settings.target_layer_ids]
+        main_TD = first.main_proj(torch.cat(main_hidden, dim=-1))
+        main_TD = self.ops.rms_norm(main_TD, first.main_norm.weight, self.eps)
+        turn = rotation(self.model.get_buffer("rope_main"), plan.position_T)
+        for stage in head.stages:
+            self._write_kv("head_kv", stage.attn, main_TD, turn, 0, slot_T)

@@ -16,7 +16,7 @@ from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.rope import rotation
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
-from compressed_spec.target import DraftStep
+from compressed_spec.target import DraftBlock, DraftStep
 
 
 class KernelPath:
@@ -27,44 +27,52 @@ class KernelPath:
 
     def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
         """See `LayerPath`."""
-        model, forward = self._model, DeviceForward(self._model, scratch.cache, self._ops)
+        forward = DeviceForward(self._model, scratch.cache, self._ops)
         spans = {
-            name: torch.tensor(comp.spans, dtype=torch.int64).to(model.device, non_blocking=True)
+            name: torch.tensor(comp.spans, dtype=torch.int64).to(self._model.device, non_blocking=True)
             for name, comp in plan.compressions.items()
             if comp.listed_TK is None
         }
-        here = forward.round(plan, spans, plan.slot_T)
-        read_by_head = () if model.dspark_head is None else model.dspark_head.settings.target_layer_ids
-        kept = {layer: streams for layer, streams in before.streams.items() if layer in read_by_head}
-        streams_TMD = before.newest
-        for layer in range(before.num_layers, num_layers):
-            streams_TMD = forward.layer(layer, streams_TMD, here)
-            if layer in read_by_head:
-                kept[layer] = streams_TMD
-        return LayerStreams(num_layers=num_layers, streams=kept | {num_layers - 1: streams_TMD})
+        return forward.layers(before, num_layers, forward.round(plan, spans, plan.slot_T))
 
-    def finish(self, plan: RowPlan, scratch: Scratch, streams_TMD: torch.Tensor) -> None:
+    def finish(self, plan: RowPlan, scratch: Scratch, after: LayerStreams) -> None:
         """See `LayerPath`."""
-        DeviceForward(self._model, scratch.cache, self._ops).head_rows(streams_TMD, plan, plan.slot_T)
+        DeviceForward(self._model, scratch.cache, self._ops).head_rows(after, plan, plan.slot_T)
 
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         """See `LayerPath`."""
         model, head = self._model, self._model.mtp_head
         assert head is not None, "this model has no MTP head"
-        here = NodeRound(
-            tokens_T=step.tokens_N,
-            window_rows_TW=step.window_rows_NW,
+        here = self._head_round(step.tokens_N, step.position_N, step.window_rows_NW, step.first)
+        fused_NMD = head.fuse(step.streams_NMD, model.embed(step.tokens_N))
+        return DeviceForward(model, scratch.cache, self._ops).block(head, fused_NMD, here)
+
+    def draft_hidden(self, tokens_N: torch.Tensor, block: DraftBlock, scratch: Scratch) -> torch.Tensor:
+        """See `LayerPath`."""
+        model, head = self._model, self._model.dspark_head
+        assert head is not None, "this model has no DSpark head"
+        here = self._head_round(tokens_N, block.position_N, block.rows_NW, 0)
+        streams_NMD = model.embed(tokens_N).unsqueeze(1).repeat(1, model.config.hc_mult, 1)
+        for stage in head.stages:
+            streams_NMD = DeviceForward(model, scratch.cache, self._ops).block(stage, streams_NMD, here)
+        return head.stages[-1].collapse_head(streams_NMD)
+
+    def _head_round(
+        self, tokens_N: torch.Tensor, position_N: torch.Tensor, rows_NW: torch.Tensor, first: int
+    ) -> NodeRound:
+        """Nodes of a draft head, which does not compress."""
+        return NodeRound(
+            tokens_T=tokens_N,
+            window_rows_TW=rows_NW,
             slot_T=None,
-            first=step.first,
+            first=first,
             kv_pool="head_kv",
-            angles={"": Angles.of(rotation(model.get_buffer("rope_main"), step.position_N))},
+            angles={"": Angles.of(rotation(self._model.get_buffer("rope_main"), position_N))},
             compressions={},
             spans={},
             entries={},
             entry_rows={},
         )
-        fused_NMD = head.fuse(step.streams_NMD, model.embed(step.tokens_N))
-        return DeviceForward(model, scratch.cache, self._ops).block(head, fused_NMD, here)
 
     def row_mover(self) -> MoveRows:
         """See `LayerPath`."""
@@ -73,8 +81,8 @@ class KernelPath:
         return RowMover()
 
     def rounds(self, cache: Cache) -> DeviceRounds | None:
-        """See `LayerPath`: CUDA graphs on a GPU. None with several processes, and with a DSpark head."""
-        if self._model.group.size > 1 or self._model.dspark_head is not None:
+        """See `LayerPath`: CUDA graphs on a GPU. None with several processes."""
+        if self._model.group.size > 1:
             return None
         device_round = DeviceRound(DeviceForward(self._model, cache, self._ops))
         return GraphedRounds(device_round, CudaCapture() if cache.device.type == "cuda" else eager)

@@ -12,7 +12,7 @@ from compressed_spec.device_trees import DeviceRounds
 from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
-from compressed_spec.target import DraftStep
+from compressed_spec.target import DraftBlock, DraftStep
 
 
 class LayerPath(Protocol):
@@ -22,8 +22,12 @@ class LayerPath(Protocol):
         """On through the layers up to `num_layers`, writing their rows."""
         ...
 
-    def finish(self, plan: RowPlan, scratch: Scratch, streams_TMD: torch.Tensor) -> None:
-        """Write the rows of an MTP head."""
+    def finish(self, plan: RowPlan, scratch: Scratch, after: LayerStreams) -> None:
+        """Write the rows that are a draft head's."""
+        ...
+
+    def draft_hidden(self, tokens_N: torch.Tensor, block: DraftBlock, scratch: Scratch) -> torch.Tensor:
+        """A DSpark head's one output stream `[N, D]` at each place of the blocks; writes their KV rows."""
         ...
 
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:

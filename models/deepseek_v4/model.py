@@ -160,14 +160,15 @@ class DeepseekV4(TargetModel, HyperConnected):
         return LayerStreams(num_layers=num_layers, streams=kept | {num_layers - 1: streams_TMD})
 
     def finish(self, plan: RowPlan, scratch: Scratch, after: LayerStreams) -> torch.Tensor:
+        if self.path is not None and scratch.in_place:
+            self.path.finish(plan, scratch, after)
+            return after.newest
         streams_TMD, mtp, dspark = after.newest, self.mtp_head, self.dspark_head
         if dspark is not None:
             main = rotation(self.get_buffer("rope_main"), plan.position_T)
             for stage, rows_TD in enumerate(dspark.kv_rows(after.streams, main)):
                 scratch.write("head_kv", stage, rows_TD)
-        if mtp is not None and self.path is not None and scratch.in_place:
-            self.path.finish(plan, scratch, streams_TMD)
-        elif mtp is not None:
+        if mtp is not None:
             rows_RD = scratch.write("pending_stream", 0, streams_TMD.flatten(1))
             previous_TMD = rows_RD[plan.parent_stream_T].unflatten(-1, (self.config.hc_mult, -1))
             before = rotation(self.get_buffer("rope_main"), plan.position_T - 1)
@@ -226,7 +227,10 @@ class DeepseekV4(TargetModel, HyperConnected):
             first=0,
             compression=None,
         )
-        hidden_ND = head.hidden(self.embed(tokens_N), tokens_N, here)
+        if self.path is not None:
+            hidden_ND = self.path.draft_hidden(tokens_N, block, scratch)
+        else:
+            hidden_ND = head.hidden(self.embed(tokens_N), tokens_N, here)
         logits_NV = self._project(head.stages[-1].norm(hidden_ND))
         places = (len(block.roots_B), -1)
         return BlockDraft(hidden_BSD=hidden_ND.unflatten(0, places), logits_BSV=logits_NV.unflatten(0, places))
