@@ -87,7 +87,7 @@ class RoundOutputs:
 class DeviceDraft(Protocol):
     """What makes a round's trees on the device, all of one number of nodes. Two of one key make the same of the same.
 
-    key: stands for it where rounds are kept (see `DeviceRounds`).
+    key: stands for it where rounds are kept (see `DeviceRounds`). most_trees: for how many there is room.
     """
 
     @property
@@ -95,6 +95,9 @@ class DeviceDraft(Protocol):
 
     @property
     def num_nodes(self) -> int: ...
+
+    @property
+    def most_trees(self) -> int: ...
 
     def __call__(self, inputs: RoundInputs, lengths_B: torch.Tensor) -> "DraftedTrees":
         """Trees that grow from `inputs`' rows and roots. lengths_B: committed tokens of every batch row."""

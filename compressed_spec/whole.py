@@ -53,7 +53,8 @@ class WholeRounds:
         """Whether the device alone may decide these rows' next tokens."""
         deepest = 0 if self.drafts is None else self.drafts[True].num_steps
         coupled = isinstance(verifier, CoupledVerifier)
-        return len(places) <= MOST_TREES and all(
+        room = MOST_TREES if self.drafts is None else min(MOST_TREES, self.drafts[True].most_trees)
+        return len(places) <= room and all(
             place.max_depth >= deepest and _is_plain(place.params) and (coupled or place.params.is_greedy)
             for place in places
         )
@@ -112,16 +113,25 @@ def _drafts(model: TargetModel, cache: Cache, drafter: Drafter, shape: TreeShape
     """What this drafter does, for rows of which none or some are sampled; None where the device cannot."""
     steps: StepsMaker
     if type(drafter) is MTPDrafter:
-        steps, num_steps, width = MTPDeviceSteps, shape.num_steps, shape.top_k
+        steps, num_steps, width, head_nodes = MTPDeviceSteps, shape.num_steps, shape.top_k, shape.num_draft_nodes
     elif type(drafter) is DSparkDrafter and not drafter.confidence_threshold:
         steps, num_steps = DSparkDeviceSteps, min(shape.num_steps, model.draft_block_size)
-        width = shape.num_nodes - 1
+        width, head_nodes = shape.num_nodes - 1, model.draft_block_size
     else:
         return None
     if shape.top_k > model.vocab_size:
         return None
     return {
-        sampled: HeadDraft(model, cache, steps, shape, num_steps=num_steps, width=width, sampled=sampled)
+        sampled: HeadDraft(
+            model,
+            cache,
+            steps,
+            shape,
+            num_steps=num_steps,
+            width=width,
+            head_nodes=head_nodes,
+            sampled=sampled,
+        )
         for sampled in (False, True)
     }
 

@@ -202,6 +202,26 @@ def test_what_the_device_cannot_do_goes_through_the_host(num_whole: list[int]) -
     assert num_whole == [0]
 
 
+def test_no_more_trees_than_the_head_has_room_for() -> None:
+    """A batch is filled up no further than scratch rows go, which are counted in a cache of one's own making."""
+    model, shape = carried_model(torch_ops(), ratios=(4,)), shape_of("s3_k2_d6")
+    cache = model.new_cache(batch_size=3, max_length=64, max_nodes=13, prefill_chunk=13, max_draft_nodes=15)
+    logits_BV = model.prefill(cache, PROMPTS[:3])
+    whole = whole_rounds(model, cache, MTPDrafter(model), FixedShaper(DraftPlan(shape=shape)))
+    assert whole is not None
+    places = [
+        Place(row=row, root=int(logits_V.argmax()), position=len(prompt) + 1, max_depth=9, params=SamplingParams())
+        for row, (prompt, logits_V) in enumerate(zip(PROMPTS, logits_BV, strict=True))
+    ]
+    assert whole.drafts is not None
+    assert whole.drafts[False].most_trees == 3
+    assert len(whole.run(places[:2])) == 2
+    small = model.new_cache(batch_size=3, max_length=64, max_nodes=6, prefill_chunk=6, max_draft_nodes=5)
+    none = whole_rounds(model, small, MTPDrafter(model), FixedShaper(DraftPlan(shape=shape)))
+    assert none is not None
+    assert not none.takes(places[:2], CoupledVerifier())
+
+
 def test_a_stop_check_that_fails_loses_nothing(num_whole: list[int]) -> None:
     """The round is committed by then; its tokens come with the next step."""
     model = carried_model(torch_ops(), ratios=(4,))

@@ -16,7 +16,8 @@ from compressed_spec.tree import TreeShape
 
 class HeadDraft:
     """A `DeviceDraft`: the D - 1 best of at most `num_steps` levels, in each of which the `width` best of the level
-    before have K children. sampled: whether any row's temperature is above 0, so that noise decides.
+    before have K children. head_nodes: that the head processes for a tree. sampled: whether any row's temperature is
+    above 0, so that noise decides.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class HeadDraft:
         *,
         num_steps: int,
         width: int,
+        head_nodes: int,
         sampled: bool,
     ) -> None:
         assert shape.top_k <= model.vocab_size, "as many children as tokens"
@@ -37,6 +39,7 @@ class HeadDraft:
         while len(self._candidates) < num_steps:
             self._candidates.append(min(width, self._candidates[-1]) * shape.top_k)
         self._num_nodes = min(shape.num_nodes, 1 + sum(self._candidates))
+        self.most_trees = max(cache.shape.num_slots, cache.shape.max_draft_nodes) // head_nodes
 
     @property
     def key(self) -> tuple[int, ...]:

@@ -87,13 +87,16 @@ class GraphedRounds:
 
     def __call__(self, form: Sequence[int] | DeviceDraft, inputs: RoundInputs, most_length: int) -> RoundOutputs:
         """See `DeviceRounds`."""
-        num_trees, drafted = len(inputs.rows_B), not isinstance(form, Sequence)
+        num_trees, shape = len(inputs.rows_B), self._round.cache.shape
+        given = isinstance(form, Sequence)
         size = len(form) if isinstance(form, Sequence) else form.num_nodes
+        most = shape.batch_size if isinstance(form, Sequence) else form.most_trees
+        # Filled up no further than there is room: rows of the cache, slots for nodes, and those of a draft head.
+        room = min(shape.batch_size, shape.num_slots // size, most)
         key = GraphKey(
             form=tuple(form) if isinstance(form, Sequence) else form.key,
-            drafted=drafted,
-            # A cache has no room for more trees than rows.
-            num_trees=max(num_trees, min(batch_bucket(num_trees), self._round.cache.shape.batch_size)),
+            drafted=not given,
+            num_trees=max(num_trees, min(batch_bucket(num_trees), room)),
             most_length=length_bucket(most_length),
         )
         recorded = self._recorded.get(key)
