@@ -4,18 +4,17 @@ L = layers, R = rows, D = row width
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from compressed_spec.kernels.commit import MoveRows, Moves
+from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.kernels.fp8_rows import decode_rows, encode_rows
-from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
+from compressed_spec.moves import Lanes, accepted_nodes
 from compressed_spec.partial import Stopped
-from compressed_spec.rows import Ints, RowPlan
+from compressed_spec.rows import RowPlan
 from compressed_spec.tree import TokenTree
 
 
@@ -81,52 +80,22 @@ class Scratch:
             rows_RD[persistent:].index_copy_(0, slots, values_ND)
         return rows_RD
 
-    def of_layer(self, layers: Mapping[str, int], rows: Mapping[str, torch.Tensor]) -> LayerScratch:
-        """The layer's rows in each of these pools, for nodes that write to these `rows` (see `row_ids`)."""
-        return LayerScratch(
-            pools={pool: self._cache.pools[pool][layer] for pool, layer in layers.items()},
-            rows={pool: rows[pool] for pool in layers},
-        )
+    def layer_rows(self, pool: str, layer: int) -> torch.Tensor:
+        """All rows of a layer of a pool `[R, D]`, to be written in place (see `first_row`)."""
+        return self._cache.layers[pool][layer]
 
     def has(self, pool: str) -> bool:
         """Whether there is a pool of this name."""
         return pool in self._cache.pools
 
-    def row_ids(self, pool: str, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of a pool that `write` would write for these slots."""
-        return slots + self._cache.num_persistent(pool)
+    def first_row(self, pool: str) -> int:
+        """Row of a pool that slot 0 is."""
+        return self._cache.num_persistent(pool)
 
     def rows(self, pool: str, layer: int) -> torch.Tensor:
         """All rows of a layer of a pool `[R, D]`, where this forward has none to write."""
         rows_RD = self._cache.pools[pool][layer]
         return rows_RD[: self._cache.num_persistent(pool)] if self._out_of_place else rows_RD
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Accepted:
-    """Accepted nodes of a round, path after path. num_after_F: nodes of its path that follow each."""
-
-    slot_F: Ints
-    position_F: Ints
-    sequence_F: Ints
-    num_after_F: Ints
-
-
-def _accepted(verify: Verification, paths: Sequence[Sequence[int]]) -> _Accepted:
-    flat: list[int] = []
-    num_after: list[int] = []
-    first = 0
-    for tree, path in zip(verify.trees, paths, strict=True):
-        flat += [first + node for node in path]
-        num_after += range(len(path) - 1, -1, -1)
-        first += len(tree)
-    nodes = verify.plan.nodes.take(np.asarray(flat, dtype=np.int64))
-    return _Accepted(
-        slot_F=nodes.slot_T,
-        position_F=nodes.position_T,
-        sequence_F=nodes.sequence_T,
-        num_after_F=np.asarray(num_after, dtype=np.int64),
-    )
 
 
 class Cache:
@@ -158,6 +127,8 @@ class Cache:
                 f"A cache of {shape.nbytes(spec)} bytes does not fit into the memory of {str(device)!r}: lower "
                 "batch_size, max_length or max_nodes."
             ) from error
+        self._lanes = Lanes(list(self._specs.values()), shape.batch_size)
+        self.layers = {name: rows_LRD.unbind(0) for name, rows_LRD in self.pools.items()}
         self._lengths = [0] * shape.batch_size
         self._damaged: set[int] = set()
         self._ticket = object()
@@ -237,23 +208,21 @@ class Cache:
         for tree, path in zip(verify.trees, paths, strict=True):
             tree.check_path(path)
         self.next_ticket()
-        accepted = _accepted(verify, paths)
+        accepted = accepted_nodes(verify.plan.nodes, verify.trees, paths)
         if not len(accepted.slot_F):
             return
-        moves: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor] | None] = {}
         grown = [row for row, path in zip(verify.rows, paths, strict=True) if path]
         self.mark_damaged(grown)  # until all pools agree again
         if self._move_rows is not None:
-            self._move_at_once(accepted, self._move_rows)
-        for pool in self._specs.values() if self._move_rows is None else ():
-            # Pools that are addressed alike move alike: their lists are made and sent once.
-            key = (pool.addressing, pool.per_sequence, pool.shift, pool.compression)
-            if key not in moves:
-                moves[key] = self._move(pool, accepted)
-            move = moves[key]
-            if move is not None:
-                rows_LRD = self.pools[pool.name]
-                rows_LRD.index_copy_(1, move[1], rows_LRD.index_select(1, move[0]))
+            moves = self._lanes.moves_at_once(accepted, self.device)
+            names = [name for pools in self._lanes.pools for name in pools]
+            lane_of = [lane for lane, pools in enumerate(self._lanes.pools) for _ in pools]
+            self._move_rows([self.pools[name] for name in names], lane_of, moves)
+        else:
+            for pools, (source, target) in zip(
+                self._lanes.pools, self._lanes.moves(accepted, self.device), strict=True
+            ):
+                self._move(pools, source, target)
         for row, path in zip(verify.rows, paths, strict=True):
             self._lengths[row] += len(path)
         self._damaged.difference_update(grown)
@@ -265,45 +234,11 @@ class Cache:
             self._lengths[row] += count
         self._damaged.difference_update(rows)
 
-    def _move_at_once(self, accepted: _Accepted, move_rows: MoveRows) -> None:
-        lanes: dict[tuple[object, ...], int] = {}
-        moves: list[Ints] = []
-        lane_of = []
-        for pool in self._specs.values():
-            key = (pool.addressing, pool.per_sequence, pool.shift, pool.compression)
-            if key not in lanes:
-                lanes[key] = len(moves)
-                moves.append(self._moved(pool, accepted))
-            lane_of.append(lanes[key])
-        source_MN, target_MN = torch.from_numpy(np.stack(moves, axis=1)).to(self.device, non_blocking=True)
-        move_rows(list(self.pools.values()), lane_of, Moves(source_MN=source_MN, target_MN=target_MN))
-
-    def _move(self, pool: PoolSpec, accepted: _Accepted) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Source and destination rows of the accepted nodes, None where no row moves."""
-        moved = self._moved(pool, accepted)
-        keep = moved[0] >= 0
-        if not keep.any():
-            return None
-        both = torch.from_numpy(moved[:, keep]).to(self.device)
-        return both[0], both[1]
-
-    def _moved(self, pool: PoolSpec, accepted: _Accepted) -> Ints:
-        """Source and destination row of each accepted node, `[2, F]`, -1 where its row stays behind."""
-        position = accepted.position_F + pool.shift
-        if pool.addressing is Addressing.RING:
-            # A path longer than the ring leaves only its last rows.
-            keep = (accepted.num_after_F < pool.per_sequence) & (position >= 0)
-            slot = position % pool.per_sequence
-        elif pool.addressing is Addressing.ENTRIES:
-            assert pool.compression is not None
-            keep = (position + 1) % pool.compression.ratio == 0
-            slot = position // pool.compression.ratio
-        else:
-            keep = accepted.num_after_F == 0
-            slot = np.zeros_like(position)
-        source = accepted.slot_F + self.num_persistent(pool.name)
-        target = accepted.sequence_F * pool.per_sequence + slot
-        return np.where(keep, np.stack((source, target)), -1)
+    def _move(self, pools: Sequence[str], source: torch.Tensor, target: torch.Tensor) -> None:
+        if len(source):
+            for name in pools:
+                rows_LRD = self.pools[name]
+                rows_LRD.index_copy_(1, target, rows_LRD.index_select(1, source))
 
     def _owned(self, pool: PoolSpec, row: int, length: int) -> slice:
         """Persistent rows of a sequence: all of a ring, the entries that a length has."""

@@ -64,14 +64,19 @@ def columns(array_TA: Ints, index_TX: Ints) -> Ints:
     return array_TA[np.arange(len(array_TA))[:, None], index_TX]
 
 
+def _between(array: Ints, most: int) -> Ints:
+    """At least 0 and at most `most`: np.clip, at a fifth of its cost for a few numbers."""
+    result: Ints = np.minimum(np.maximum(array, 0), most)
+    return result
+
+
 def locate(nodes: Nodes, positions_TX: Ints, ring: int, num_persistent: int) -> Ints:
     """Rows that hold these positions as each node sees them: ring rows if committed, else the ancestor's scratch row.
 
     A negative position is -1.
     """
     depth_TX = positions_TX - nodes.start_T[:, None]
-    last = nodes.ancestors_TA.shape[1] - 1
-    ancestors_TX = columns(nodes.ancestors_TA, depth_TX.clip(0, last))
+    ancestors_TX = columns(nodes.ancestors_TA, _between(depth_TX, nodes.ancestors_TA.shape[1] - 1))
     committed_TX = nodes.sequence_T[:, None] * ring + positions_TX % ring
     rows_TX = np.where(depth_TX < 0, committed_TX, num_persistent + ancestors_TX)
     return np.where(positions_TX < 0, -1, rows_TX)
@@ -86,36 +91,36 @@ def window_rows(nodes: Nodes, window: int, batch_size: int) -> Ints:
 
 def flatten(trees: Sequence[TokenTree], sequences: Sequence[int], starts: Sequence[int]) -> Nodes:
     """The nodes of one tree a sequence, trees one after the other; slot = flat index."""
-    deepest = 0
-    depths, blocks = [], []
-    first = 0
-    for tree in trees:
-        size = len(tree)
-        parents = np.asarray(tree.parents, dtype=np.int64)
-        if np.array_equal(parents, np.arange(-1, size - 1)):
-            # A chain (prefill above all): the closed form, since a chunk may be hundreds of nodes deep.
-            depth = np.arange(size)
-            block = np.where(depth[None, :] <= depth[:, None], first + depth[None, :], -1)
-        else:
-            depth = np.asarray(tree.depths, dtype=np.int64)
-            block = np.full((size, int(depth.max()) + 1), -1, dtype=np.int64)
-            for node in range(size):
-                if node:
-                    block[node] = block[tree.parents[node]]
-                block[node, depth[node]] = first + node
-        deepest = max(deepest, block.shape[1])
-        depths.append(depth)
-        blocks.append(block)
-        first += size
     sizes = [len(tree) for tree in trees]
+    depth_T = np.concatenate([_depths(tree) for tree in trees])
+    ancestors_TA = np.full((len(depth_T), int(depth_T.max()) + 1), -1, dtype=np.int64)
+    first = 0
+    for tree, size in zip(trees, sizes, strict=True):
+        block = ancestors_TA[first : first + size]
+        if _is_chain(tree):
+            # The closed form, since a chunk of a prompt may be hundreds of nodes deep.
+            depth = np.arange(size)
+            block[:, :size] = np.where(depth <= depth[:, None], first + depth, -1)
+        else:
+            for node, parent in enumerate(tree.parents):
+                if node:
+                    block[node] = block[parent]
+                block[node, depth_T[first + node]] = first + node
+        first += size
     return Nodes(
-        sequence_T=np.repeat(np.asarray(sequences, dtype=np.int64), sizes),
-        start_T=np.repeat(np.asarray(starts, dtype=np.int64), sizes),
-        depth_T=np.concatenate(depths),
-        ancestors_TA=np.concatenate(
-            [np.pad(block, ((0, 0), (0, deepest - block.shape[1])), constant_values=-1) for block in blocks]
-        ),
+        sequence_T=np.repeat(np.array(sequences, dtype=np.int64), sizes),
+        start_T=np.repeat(np.array(starts, dtype=np.int64), sizes),
+        depth_T=depth_T,
+        ancestors_TA=ancestors_TA,
     )
+
+
+def _is_chain(tree: TokenTree) -> bool:
+    return tree.parents[-1] == len(tree) - 2 and tree.parents == tuple(range(-1, len(tree) - 1))
+
+
+def _depths(tree: TokenTree) -> Ints:
+    return np.arange(len(tree)) if _is_chain(tree) else np.array(tree.depths, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,42 +175,46 @@ class RowPlan:
 
 
 def _to_device(array: Ints, device: torch.device) -> torch.Tensor:
-    # Copied, and an empty one made by torch: numpy gives axes of length 0 and 1 any stride that it likes, and compiled
-    # code takes strides at their word.
-    tensor = torch.from_numpy(array.copy()) if array.size else torch.empty(array.shape, dtype=torch.int64)
-    return tensor.to(device, non_blocking=True)
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _plan_compression(
     nodes: Nodes, comp: Compression, shape: CacheShape, ends: Ints, device: torch.device
 ) -> CompressionPlan:
     position_T, ratio, per_sequence = nodes.position_T, comp.ratio, comp.num_entries(shape.max_length)
-    closers = nodes.take((position_T + 1) % ratio == 0)
-    span_CS = closers.position_T[:, None] + np.arange(1 - comp.span, 1)
+    seen_T = position_T + 1
+    phase_T = position_T % ratio
+    closer_C = np.flatnonzero(phase_T == ratio - 1)
+    closing_slot_C, closing_end_C = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    pool_rows_CS = np.empty((0, comp.span), dtype=np.int64)
+    if len(closer_C):
+        closers = nodes.take(closer_C)
+        closing_slot_C, closing_end_C = closers.slot_T, seen_T[closer_C]
+        span_CS = closing_end_C[:, None] + np.arange(-comp.span, 0)
+        pool_rows_CS = locate(closers, span_CS, comp.span, shape.batch_size * comp.span)
     base_T, count_T = nodes.sequence_T * per_sequence, nodes.start_T // ratio
-    visible_T = (position_T + 1) // ratio
+    visible_T = seen_T // ratio
     num_visible = int(visible_T.max())
 
     # Entry count + x was closed by the ancestor at its last position, and lies in that ancestor's slot.
-    entry_TX = count_T[:, None] + np.arange(max(MIN_COLUMNS, int((visible_T - count_T).max())))
-    depth_TX = ((entry_TX + 1) * ratio - 1 - nodes.start_T[:, None]).clip(0, nodes.ancestors_TA.shape[1] - 1)
-    closer_TX = columns(nodes.ancestors_TA, depth_TX)
+    count_T1 = count_T[:, None]
+    entry_TX = count_T1 + np.arange(max(MIN_COLUMNS, int((visible_T - count_T).max())))
+    depth_TX = (entry_TX + 1) * ratio - (nodes.start_T[:, None] + 1)
+    closer_TX = columns(nodes.ancestors_TA, _between(depth_TX, nodes.ancestors_TA.shape[1] - 1))
     extra_TX = np.where(entry_TX < visible_T[:, None], shape.batch_size * per_sequence + closer_TX, -1)
 
     listed_TK = None
     if not comp.index_topk or num_visible <= comp.index_topk:
         entry_K = np.arange(max(MIN_COLUMNS, num_visible))
-        listed_TK = base_T[:, None] + entry_K
-        own_TK = (entry_K - count_T[:, None]).clip(0, entry_TX.shape[1] - 1)
-        own_TK = columns(extra_TX, own_TK)
-        listed_TK = np.where(entry_K < count_T[:, None], listed_TK, own_TK)
+        own_TK = columns(extra_TX, _between(entry_K - count_T1, entry_TX.shape[1] - 1))
+        listed_TK = np.where(entry_K < count_T1, base_T[:, None] + entry_K, own_TK)
         listed_TK = np.where(entry_K < visible_T[:, None], listed_TK, -1)
 
     return CompressionPlan(
-        pool_rows_CS=_to_device(locate(closers, span_CS, comp.span, shape.batch_size * comp.span), device),
-        closing_slot_C=_to_device(closers.slot_T, device),
-        entry_position_C=_to_device(closers.position_T + 1 - ratio, device),
-        phase_T=_to_device(position_T % ratio, device),
+        pool_rows_CS=_to_device(pool_rows_CS, device),
+        closing_slot_C=_to_device(closing_slot_C, device),
+        entry_position_C=_to_device(closing_end_C - ratio, device),
+        phase_T=_to_device(phase_T, device),
         spans=tuple(
             (int(first), int(end), int(base_T[first]), int(count_T[first]))
             for first, end in zip([0, *ends[:-1]], ends, strict=True)
@@ -245,25 +254,23 @@ def make_plan(
     slots: of all nodes, trees one after the other; by default a node's flat index.
     """
     nodes = flatten(trees, sequences, starts)
-    tokens_T = np.concatenate([np.asarray(tree.tokens, dtype=np.int64) for tree in trees])
+    tokens_T = np.array([token for tree in trees for token in tree.tokens], dtype=np.int64)
     return plan_nodes(spec, shape, nodes if slots is None else nodes.at(slots), tokens_T, device)
 
 
 def plan_nodes(spec: StateSpec, shape: CacheShape, nodes: Nodes, tokens_T: Ints, device: torch.device) -> RowPlan:
     """The plan of a forward over any nodes; ancestors that are not among them have been through it before."""
-    position_T, slot_T = nodes.position_T, nodes.slot_T
-    parent_T = np.where(
-        nodes.depth_T > 0,
-        columns(nodes.ancestors_TA, (nodes.depth_T - 1).clip(0)[:, None])[:, 0],
-        -1,
-    )
-    ends = np.append(np.flatnonzero(np.diff(nodes.sequence_T)) + 1, len(position_T))
+    position_T, slot_T, depth_T = nodes.position_T, nodes.slot_T, nodes.depth_T
+    parent_T = nodes.ancestors_TA[np.arange(len(depth_T)), np.maximum(depth_T - 1, 0)]
+    parent_stream_T = np.where(depth_T > 0, shape.batch_size + parent_T, nodes.sequence_T)
+    ends = np.array([*np.flatnonzero(nodes.sequence_T[1:] != nodes.sequence_T[:-1]) + 1, len(depth_T)])
+    in_order = bool((slot_T == np.arange(len(slot_T))).all())
     return RowPlan(
         nodes=nodes,
         tokens_T=_to_device(tokens_T, device),
         position_T=_to_device(position_T, device),
         window_rows_TW=_to_device(window_rows(nodes, spec.sliding_window, shape.batch_size), device),
-        parent_stream_T=_to_device(np.where(parent_T < 0, nodes.sequence_T, shape.batch_size + parent_T), device),
+        parent_stream_T=_to_device(parent_stream_T, device),
         compressions={comp.name: _plan_compression(nodes, comp, shape, ends, device) for comp in spec.compressions},
-        slot_T=None if np.array_equal(slot_T, np.arange(len(slot_T))) else _to_device(slot_T, device),
+        slot_T=None if in_order else _to_device(slot_T, device),
     )

@@ -260,7 +260,9 @@ class TargetModel(nn.Module, ABC):
             )
         for row, tree in zip(rows, trees, strict=True):
             self.check_tokens(tree.tokens)
-            if cache.lengths[row] + max(tree.depths) + 1 > cache.shape.max_length:
+            # No tree is deeper than it has nodes, which is told sooner.
+            room = cache.shape.max_length - cache.lengths[row]
+            if len(tree) > room and max(tree.depths) + 1 > room:
                 raise ValueError(
                     f"A tree of depth {max(tree.depths)} does not fit after the {cache.lengths[row]} tokens of row "
                     f"{row}: make a cache with a max_length above {cache.shape.max_length}."

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compressed_spec import generate, load_model
-from compressed_spec.models.deepseek_v4.few import Few
+from compressed_spec.models.deepseek_v4.few_forward import FewForward, Limits
 from compressed_spec.models.deepseek_v4.load import DEMO
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.testing.models import random_model
@@ -38,7 +38,7 @@ def logits_of(model: DeepseekV4, lengths: Sequence[int], num_rounds: int) -> tor
 def test_few_nodes_in_one_function(lengths: tuple[int, ...]) -> None:
     model = random_model(seed=3)
     plain = logits_of(model, lengths, 12)
-    model.few = Few(nodes=32, keys=2**16)
+    model.few = FewForward(model, Limits(nodes=32, keys=2**16))
     torch.testing.assert_close(logits_of(model, lengths, 12), plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
 
 

@@ -82,8 +82,7 @@ class DeviceForward:
 
     def layers(self, before: LayerStreams, num_layers: int, here: NodeRound) -> LayerStreams:
         """On through the layers up to `num_layers`; keeps what a DSpark head reads as well."""
-        head = self.model.dspark_head
-        read_by_head = () if head is None else head.settings.target_layer_ids
+        read_by_head = self.model.layers_read_by_head
         kept = {layer: streams for layer, streams in before.streams.items() if layer in read_by_head}
         streams_TMD = before.newest
         for layer in range(before.num_layers, num_layers):

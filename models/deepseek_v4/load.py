@@ -10,7 +10,7 @@ from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.layout import CacheShape
 from compressed_spec.memory import check_fits
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, open_checkpoint
-from compressed_spec.models.deepseek_v4.compiled import compile_pieces, has_compiler
+from compressed_spec.models.deepseek_v4.compiled import compile_few, has_compiler
 from compressed_spec.models.deepseek_v4.kernel_choice import takes_triton
 from compressed_spec.models.deepseek_v4.kernel_path import KernelPath
 from compressed_spec.models.deepseek_v4.layer_ops import triton_ops
@@ -97,7 +97,7 @@ def load_model(
     model = model.to(device).eval().requires_grad_(False)
     model.path = KernelPath(model, triton_ops()) if triton else None
     if compile and has_compiler():
-        compile_pieces(model)
+        compile_few(model)
     elif compile:
         warnings.warn("There is no C++ compiler here (set CXX), so the model is not compiled.", stacklevel=2)
     return model

@@ -12,7 +12,6 @@ from compressed_spec.cache import Cache, Scratch
 from compressed_spec.device_trees import DeviceRounds
 from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.kernels.numerics import numerics_named
-from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.layout import Compression, StateSpec
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
@@ -20,7 +19,7 @@ from compressed_spec.models.deepseek_v4.compressor import CompressionRound, comp
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.dspark import DSparkHead
 from compressed_spec.models.deepseek_v4.embedding import VocabularyEmbedding
-from compressed_spec.models.deepseek_v4.few import Few, written_rows
+from compressed_spec.models.deepseek_v4.few import FewNodes
 from compressed_spec.models.deepseek_v4.layer_path import LayerPath
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
@@ -71,9 +70,9 @@ class DeepseekV4(TargetModel, HyperConnected):
             seen[kind] += 1
         self.layers = nn.ModuleList(layers)
         kinds = [compression_of(config, spec) for spec in config.layers]
-        self._kinds = tuple(None if kind is None else kind.name for kind in kinds)
-        self.few: Few | None = None
-        self.path: LayerPath | None = None
+        self.kinds = tuple(None if kind is None else kind.name for kind in kinds)
+        self.few: FewNodes | None = None  # for small rounds, where there is one
+        self.path: LayerPath | None = None  # for all rounds, where there is one
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, self.precision)
         self.head = Linear(config.hidden_size, group.part(config.vocab_size), self.precision)
         self.add_site("head")
@@ -119,7 +118,14 @@ class DeepseekV4(TargetModel, HyperConnected):
     def device_rounds(self, cache: Cache) -> DeviceRounds | None:
         return None if self.path is None else self.path.rounds(cache)
 
+    @property
+    def layers_read_by_head(self) -> tuple[int, ...]:
+        """Layers whose streams the draft head reads."""
+        return () if self.dspark_head is None else self.dspark_head.settings.target_layer_ids
+
     def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
+        if self.few is not None and self.few.takes(plan):
+            return self.few.forward(plan, scratch)
         return self.finish(plan, scratch, self.advance(plan, scratch, self.begin(plan), len(self.layers)))
 
     def begin(self, plan: RowPlan) -> LayerStreams:
@@ -129,6 +135,8 @@ class DeepseekV4(TargetModel, HyperConnected):
     def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
         if self.path is not None and scratch.in_place:
             return self.path.advance(plan, scratch, before, num_layers)
+        if self.few is not None and self.few.takes(plan):
+            return self.few.advance(plan, scratch, before, num_layers)
         main = rotation(self.get_buffer("rope_main"), plan.position_T)
         compress_frequencies = self.get_buffer("rope_compress")
         compress = rotation(compress_frequencies, plan.position_T)
@@ -136,25 +144,21 @@ class DeepseekV4(TargetModel, HyperConnected):
             name: CompressionRound(plan=comp, entries=rotation(compress_frequencies, comp.entry_position_C))
             for name, comp in plan.compressions.items()
         }
-        read_by_head = () if self.dspark_head is None else self.dspark_head.settings.target_layer_ids
+        read_by_head = self.layers_read_by_head
         kept = {layer: streams for layer, streams in before.streams.items() if layer in read_by_head}
         streams_TMD = before.newest
-        written = written_rows(plan, scratch) if self.few is not None and self.few.takes(plan) else None
         for layer in range(before.num_layers, num_layers):
-            block, kind = self.layers[layer], self._kinds[layer]
+            block, kind = self.layers[layer], self.kinds[layer]
             assert isinstance(block, Block)
             here = AttentionRound(
                 rotation=main if kind is None else compress,
                 window_rows_TW=plan.window_rows_TW,
-                scratch=scratch if written is None else scratch.of_layer(block.attn.pools("window_kv"), written),
+                scratch=scratch,
                 kv_pool="window_kv",
                 first=0,
                 compression=None if kind is None else rounds[kind],
             )
-            if written is None:
-                streams_TMD = block(streams_TMD, plan.tokens_T, here)
-            else:
-                streams_TMD = block.few(streams_TMD, plan.tokens_T, here)
+            streams_TMD = block(streams_TMD, plan.tokens_T, here)
             if layer in read_by_head:
                 kept[layer] = streams_TMD
         return LayerStreams(num_layers=num_layers, streams=kept | {num_layers - 1: streams_TMD})
@@ -176,6 +180,8 @@ class DeepseekV4(TargetModel, HyperConnected):
         return streams_TMD
 
     def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
+        if self.few is not None and self.few.takes_nodes(len(streams_TMD)):
+            return self.few.logits(streams_TMD)
         return self._project(self.norm(self.collapse_head(streams_TMD)))
 
     def _project(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -192,25 +198,23 @@ class DeepseekV4(TargetModel, HyperConnected):
         assert head is not None, "this model has no MTP head"
         if self.path is not None:
             return self.path.draft_step(step, scratch)
-        run = head.step
-        target: Scratch | LayerScratch = scratch
-        if self.few is not None and len(step.tokens_N) <= self.few.nodes:
-            slot_N = step.first + torch.arange(len(step.tokens_N), device=self.device)
-            rows = {"head_kv": scratch.row_ids("head_kv", slot_N)}
-            run, target = head.few_step, scratch.of_layer(head.attn.pools("head_kv"), rows)
+        if self.few is not None and self.few.takes_nodes(len(step.tokens_N)):
+            return self.few.draft_step(step, scratch)
         here = AttentionRound(
             rotation=rotation(self.get_buffer("rope_main"), step.position_N),
             window_rows_TW=step.window_rows_NW,
-            scratch=target,
+            scratch=scratch,
             kv_pool="head_kv",
             first=step.first,
             compression=None,
         )
-        return run(step.streams_NMD, self.embed(step.tokens_N), step.tokens_N, here)
+        return head.step(step.streams_NMD, self.embed(step.tokens_N), step.tokens_N, here)
 
     def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
         head = self.mtp_head
         assert head is not None, "this model has no MTP head"
+        if self.few is not None and self.few.takes_nodes(len(streams_NMD)):
+            return self.few.draft_logits(streams_NMD)
         return self._project(head.norm(head.collapse_head(streams_NMD)))
 
     def draft_block(self, block: DraftBlock, scratch: Scratch) -> BlockDraft:

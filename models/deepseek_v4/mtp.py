@@ -48,9 +48,3 @@ class MTPHead(Block):
         """The head's own streams after a full step `[T, M, D]`; writes its KV rows to scratch."""
         output: torch.Tensor = self(self.fuse(streams_TMD, embedded_TD), tokens_T, here)
         return output
-
-    def few_step(
-        self, streams_TMD: torch.Tensor, embedded_TD: torch.Tensor, tokens_T: torch.Tensor, here: AttentionRound
-    ) -> torch.Tensor:
-        """`step` in the form of `Block.few`."""
-        return Block.few(self, self.fuse(streams_TMD, embedded_TD), tokens_T, here)

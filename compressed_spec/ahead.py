@@ -1,0 +1,127 @@
+"""Functions of tensors, compiled ahead of time for a CPU and kept on disk.
+
+Called without Python between their operations: the functions of a decoding step run for some hundred microseconds, and
+torch.compile's way into one takes as long. What is on disk is found by what went into it: the function's source,
+description and inputs, torch, the compiler and the processor.
+"""
+
+import hashlib
+import os
+import platform
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.fx.experimental._config as symbolic_shapes
+from torch import nn
+from torch.export import Dim, export
+
+# Weights stay out of the package, short ones too: it is for others as well.
+_OPTIONS = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+_PREFIX = "function."  # of weights' names in a package
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a function is compiled for: tensors like these, whose open axes may have any length, 0 and 1 included.
+
+    No two open axes that may differ may be of one length here, or of length 0 or 1.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    open_axes: Sequence[tuple[int, ...]]
+
+    @property
+    def description(self) -> tuple[object, ...]:
+        return tuple(
+            (str(tensor.dtype), axes, tuple(0 if axis in axes else size for axis, size in enumerate(tensor.shape)))
+            for tensor, axes in zip(self.tensors, self.open_axes, strict=True)
+        )
+
+
+class _Flat(nn.Module):
+    """The function, of any number of tensors: what export calls by number instead of by name."""
+
+    def __init__(self, function: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> object:
+        return self.function(*inputs)
+
+
+class Program:
+    """A compiled function with weights of its own. Many may share one package.
+
+    weights: parameters and buffers by name. They are read where they lie, so they must not be replaced.
+    """
+
+    def __init__(self, package: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        loaded = torch._inductor.aoti_load_package(str(package), run_single_threaded=True)
+        self._weights = {name: weights[name.removeprefix(_PREFIX)] for name in loaded.get_constant_fqns()}
+        loaded.load_constants(self._weights, check_full_update=True, user_managed=True)
+        self._loaded = loaded
+        self.run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loaded.loader.run
+
+
+def weights_of(function: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers."""
+    return dict(function.named_parameters()) | dict(function.named_buffers())
+
+
+def package_for(function: nn.Module, inputs: Inputs, *, description: object, source: str) -> Path:
+    """The function's package, compiled if it is not on disk yet (some 10 to 40 seconds).
+
+    description: all that the function depends on beside its inputs and its weights' names, shapes and dtypes; source: a
+    digest of the code that it runs (see `source_digest`). Its parameters must not require gradients.
+    """
+    name = type(function).__name__
+    weights = tuple((key, str(w.dtype), tuple(w.shape)) for key, w in weights_of(function).items())
+    what = repr((name, _OPTIONS, description, source, weights, inputs.description, torch.get_num_threads(), _machine()))
+    package = cache_folder() / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pt2"
+    if not package.exists():
+        package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = package.with_name(f"{os.getpid()}-{package.name}")
+        _compile(function, inputs, part)
+        part.replace(package)
+    return package
+
+
+def cache_folder() -> Path:
+    """Where packages are kept; everything in it may be deleted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressed_spec" / "compiled"
+
+
+def _compile(function: nn.Module, inputs: Inputs, package: Path) -> None:
+    open_axes = tuple(dict.fromkeys(axes, Dim.AUTO) for axes in inputs.open_axes)
+    # Oblivious: no code of its own for lengths 0 and 1, and none that rules them out.
+    with torch.no_grad(), warnings.catch_warnings(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of itself
+        exported = export(_Flat(function).eval(), tuple(inputs.tensors), dynamic_shapes=(open_axes,), strict=False)
+        given = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs.tensors) :]
+        for index, (tensor, axes) in enumerate(zip(given, inputs.open_axes, strict=True)):
+            for axis in axes:
+                # A length that the function asked about is a symbol of one value.
+                node = getattr(tensor.shape[axis], "node", None)
+                assert node is not None, f"axis {axis} of input {index} was taken as constant"
+                assert node.maybe_as_int() is None, f"axis {axis} of input {index} was taken as constant"
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=dict(_OPTIONS))
+
+
+def source_digest(*paths: Path) -> str:
+    """Of Python files, and of those in folders."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _machine() -> tuple[str, ...]:
+    """What compiled code depends on beside the function: torch, the compiler and the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
+    cpu = (platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *flags[:1])
+    return torch.__version__, os.environ.get("CXX", ""), *cpu

@@ -1,0 +1,90 @@
+"""Functions compiled ahead of time: any length, weights of one's own, and found again on disk."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from compressed_spec import ahead
+from compressed_spec.ahead import Inputs, Program, cache_folder, package_for, source_digest, weights_of
+
+
+class Scaled(nn.Module):
+    """x, a pool and rows to write in it -> the rows' sum so far; `scale` is short enough for a compiler to write down
+    as a number."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=random), requires_grad=False)
+        self.scale = nn.Parameter(torch.randn(8, generator=random), requires_grad=False)
+
+    def forward(self, x_TD: torch.Tensor, pool_RD: torch.Tensor, rows_T: torch.Tensor) -> list[torch.Tensor]:
+        pool_RD = pool_RD.index_copy_(0, rows_T, (x_TD @ self.weight) * self.scale)
+        return [pool_RD[rows_T].cumsum(0)]
+
+
+def inputs(count: int, rows: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(count)
+    return [
+        torch.randn(count, 8, generator=random),
+        torch.zeros(rows, 8),
+        torch.randperm(rows, generator=random)[:count],
+    ]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def package(function: Scaled, description: object = None) -> Path:
+    sample = Inputs(tensors=inputs(5, 12), open_axes=((0,), (0,), (0,)))
+    return package_for(function, sample, description=description, source="")
+
+
+def test_one_package_serves_all_lengths_and_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = package(Scaled(0))
+    assert path.is_relative_to(folder)
+    assert path.parent == cache_folder()
+    monkeypatch.setattr(ahead, "_compile", lambda *_: pytest.fail("it is on disk"))
+    assert package(Scaled(1)) == path
+    for seed in (0, 1):
+        function = Scaled(seed)
+        program = Program(path, weights_of(function))
+        for count, rows in ((0, 3), (1, 1), (1, 7), (2, 2), (5, 12), (40, 90)):
+            expected, actual = inputs(count, rows), inputs(count, rows)
+            (out,) = program.run(actual)
+            torch.testing.assert_close([out, *actual], [*function(*expected), *expected])
+
+
+def test_another_description_source_or_input_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_compile", lambda function, inputs, path: path.write_bytes(b""))
+    function, sample = Scaled(0), Inputs(tensors=inputs(5, 12), open_axes=((0,), (0,), (0,)))
+    fixed = Inputs(tensors=inputs(5, 12), open_axes=((0,), (), (0,)))
+    found = {
+        package_for(function, sample, description=1, source="a"),
+        package_for(function, sample, description=2, source="a"),
+        package_for(function, sample, description=1, source="b"),
+        package_for(function, fixed, description=1, source="a"),
+        package_for(function.to(torch.float64), sample, description=1, source="a"),
+    }
+    assert len(found) == 5
+
+
+def test_what_a_compiler_takes_as_constant_is_refused() -> None:
+    class Peeks(Scaled):
+        def forward(self, x_TD: torch.Tensor, pool_RD: torch.Tensor, rows_T: torch.Tensor) -> list[torch.Tensor]:
+            return [x_TD * (2 if x_TD.shape[0] == 5 else 3)]
+
+    with pytest.raises(AssertionError, match="taken as constant"):
+        package(Peeks(0))
+
+
+def test_a_digest_tells_sources_apart(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = source_digest(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert source_digest(tmp_path) != before
