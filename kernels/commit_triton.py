@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from compressed_spec.kernels.commit import ENTRIES, RING, Moves
+from compressed_spec.kernels.triton_device import launching_on
 
 MOVE_BLOCK = 128
 WORD_BLOCK = 1024
@@ -144,4 +145,5 @@ class RowMover:
         key = (*(pool.data_ptr() for pool in pools), *lane_of)
         if self._table is None or key != self._key:
             self._key, self._table = key, pool_table(pools, lane_of)
-        commit_rows(self._table, moves)
+        with launching_on(pools[0].device):
+            commit_rows(self._table, moves)

@@ -52,7 +52,9 @@ def check_state(plain: DeepseekV4, kernels: DeepseekV4, lengths: Sequence[int]) 
             assert_same_state(live_state(ours, row), live_state(theirs, row), f"row {row}")
 
 
-@pytest.mark.parametrize("head", [DraftHeadKind.MTP, DraftHeadKind.DSPARK, DraftHeadKind.NONE])
+@pytest.mark.parametrize(
+    "head", [DraftHeadKind.MTP, DraftHeadKind.DSPARK, pytest.param(DraftHeadKind.NONE, marks=pytest.mark.slow)]
+)
 def test_state_and_logits(head: DraftHeadKind) -> None:
     plain = random_model(draft_head=head, num_draft_layers=2 if head is DraftHeadKind.DSPARK else 1)
     check_state(plain, on_kernels(plain, torch_ops()), (15, 3, 30))
@@ -61,9 +63,11 @@ def test_state_and_logits(head: DraftHeadKind) -> None:
 @pytest.mark.parametrize(
     ("tree", "drafter"),
     [
-        ("s3_k2_d6", "mtp"),
         ("s2_k2_d5", "early-exit"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("off", "ngram"), ("s3_k1_d4", "mtp"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("off", "ngram"), ("s3_k1_d4", "mtp"), ("s3_k2_d6", "mtp"))
+        ),
     ],
 )
 def test_texts(tree: str, drafter: str) -> None:

@@ -85,7 +85,7 @@ def check_texts(model: DeepseekV4, tree: str, num_whole: list[int], count: int, 
     plain = generate(model, PROMPTS, tree=tree, max_new_tokens=count, stop_token_ids=[], batch_size=2, **options)
     num_whole[0], model.path = 0, path
     whole = generate(model, PROMPTS, tree=tree, max_new_tokens=count, stop_token_ids=[], batch_size=2, **options)
-    assert num_whole[0] > 2
+    assert num_whole[0] > 1
     for mine, theirs in zip(whole, plain, strict=True):
         assert mine.token_ids == theirs.token_ids
         for name in ("num_rounds", "num_draft_tokens", "num_accepted_tokens_per_pos", "acceptance_length"):
@@ -104,7 +104,7 @@ def check_texts(model: DeepseekV4, tree: str, num_whole: list[int], count: int, 
     ],
 )
 def test_texts_and_counts(tree: str, temperature: float, num_whole: list[int]) -> None:
-    check_texts(carried_model(torch_ops()), tree, num_whole, 11, temperature=temperature)
+    check_texts(carried_model(torch_ops()), tree, num_whole, 9, temperature=temperature)
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_state_is_that_of_the_text(head: DraftHeadKind) -> None:
     drafter = MTPDrafter(model) if head is DraftHeadKind.MTP else DSparkDrafter(model)
     whole = whole_rounds(model, cache, drafter, FixedShaper(DraftPlan(shape=shape_of("s3_k2_d6"))))
     assert whole is not None
-    for _ in range(4):
+    for _ in range(3):
         places = [
             Place(row=row, root=text[-1], position=len(text), max_depth=9, params=SamplingParams())
             for row, text in enumerate(texts)
@@ -279,7 +279,9 @@ def test_nothing_in_a_round_waits_for_the_device(
 ) -> None:
     """On tensors without data any reading back fails; the kernels, which are not asked to run, do none."""
     model = carried_model(triton_ops(), dtype=torch.float32, head=head)
+    path, model.path = model.path, None
     cache = prefilled(model, [PROMPTS[0]], max_length=64)
+    model.path = path
     shape = None if tree is None else shape_of(tree)
     model.to("meta")
     cache.pools, cache.device = {name: pool.to("meta") for name, pool in cache.pools.items()}, torch.device("meta")

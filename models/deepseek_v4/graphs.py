@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from compressed_spec.device_trees import DeviceDraft, DeviceTrees, RoundInputs, RoundOutputs
+from compressed_spec.kernels.triton_device import launching_on
 from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 
 Replay = Callable[[], None]
@@ -87,6 +88,10 @@ class GraphedRounds:
 
     def __call__(self, form: Sequence[int] | DeviceDraft, inputs: RoundInputs, most_length: int) -> RoundOutputs:
         """See `DeviceRounds`."""
+        with launching_on(self._round.device):
+            return self._run(form, inputs, most_length)
+
+    def _run(self, form: Sequence[int] | DeviceDraft, inputs: RoundInputs, most_length: int) -> RoundOutputs:
         num_trees, shape = len(inputs.rows_B), self._round.cache.shape
         given = isinstance(form, Sequence)
         size = len(form) if isinstance(form, Sequence) else form.num_nodes

@@ -8,6 +8,7 @@ import torch
 from compressed_spec.cache import Cache, Scratch
 from compressed_spec.device_trees import DeviceRounds
 from compressed_spec.kernels.commit import MoveRows
+from compressed_spec.kernels.triton_device import launching_on
 from compressed_spec.models.deepseek_v4.device_forward import Angles, DeviceForward, NodeRound
 from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 from compressed_spec.models.deepseek_v4.graphs import CudaCapture, GraphedRounds, eager
@@ -33,19 +34,22 @@ class KernelPath:
             for name, comp in plan.compressions.items()
             if comp.listed_TK is None
         }
-        return forward.layers(before, num_layers, forward.round(plan, spans, plan.slot_T))
+        with launching_on(self._model.device):
+            return forward.layers(before, num_layers, forward.round(plan, spans, plan.slot_T))
 
     def finish(self, plan: RowPlan, scratch: Scratch, after: LayerStreams) -> None:
         """See `LayerPath`."""
-        DeviceForward(self._model, scratch.cache, self._ops).head_rows(after, plan, plan.slot_T)
+        with launching_on(self._model.device):
+            DeviceForward(self._model, scratch.cache, self._ops).head_rows(after, plan, plan.slot_T)
 
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         """See `LayerPath`."""
         model, head = self._model, self._model.mtp_head
         assert head is not None, "this model has no MTP head"
         here = self._head_round(step.tokens_N, step.position_N, step.window_rows_NW, step.first)
-        fused_NMD = head.fuse(step.streams_NMD, model.embed(step.tokens_N))
-        return DeviceForward(model, scratch.cache, self._ops).block(head, fused_NMD, here)
+        with launching_on(model.device):
+            fused_NMD = head.fuse(step.streams_NMD, model.embed(step.tokens_N))
+            return DeviceForward(model, scratch.cache, self._ops).block(head, fused_NMD, here)
 
     def draft_hidden(self, tokens_N: torch.Tensor, block: DraftBlock, scratch: Scratch) -> torch.Tensor:
         """See `LayerPath`."""
@@ -53,8 +57,9 @@ class KernelPath:
         assert head is not None, "this model has no DSpark head"
         here = self._head_round(tokens_N, block.position_N, block.rows_NW, 0)
         streams_NMD = model.embed(tokens_N).unsqueeze(1).repeat(1, model.config.hc_mult, 1)
-        for stage in head.stages:
-            streams_NMD = DeviceForward(model, scratch.cache, self._ops).block(stage, streams_NMD, here)
+        with launching_on(model.device):
+            for stage in head.stages:
+                streams_NMD = DeviceForward(model, scratch.cache, self._ops).block(stage, streams_NMD, here)
         return head.stages[-1].collapse_head(streams_NMD)
 
     def _head_round(
