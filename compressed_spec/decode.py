@@ -149,6 +149,7 @@ class Decoder:
         """Release all rows; whatever has not finished is dropped."""
         self._waiting.clear()
         self._unreported.clear()
+        self._unread = None
         for active in list(self._active):
             self._leave(active)
 

@@ -63,7 +63,7 @@ class Parity:
 def parities(scale: Scale, device: torch.device) -> Iterator[Parity]:
     """All ops, in the run's dtype."""
     torch.manual_seed(0)
-    products = (_fp8_linear, _fp4_experts, _attention, _norm_rope, _streams, _pooling, _index_scores)
+    products = (_fp8_linear, _fp4_experts, _attention, _packed_attention, _norm_rope, _streams, _pooling, _index_scores)
     for check in (*products, _routing, _selection, _fp8_rows, _tiles, _commit, _tokens):
         yield from check(scale, device)
 
@@ -154,6 +154,32 @@ def _attention(scale: Scale, device: torch.device) -> Iterator[Parity]:
             "sink": torch.randn(heads, device=device),
         }
         yield _compare(f"sparse_attention/{nodes} nodes, {listed} entries", ours, plain, inputs)
+
+
+def _packed_attention(scale: Scale, device: torch.device) -> Iterator[Parity]:
+    """Over FP8 rows."""
+    heads, rotated, width = scale.raw["num_attention_heads"], scale.raw["qk_rope_head_dim"], scale.raw["head_dim"]
+    if (width - rotated) % fp8_rows.GROUP:
+        width = rotated + fp8_rows.GROUP
+    pools = [fp8_rows.encode_rows(torch.randn(rows, width, device=device), rotated) for rows in (300, 500)]
+    for nodes in (2, 40):
+        window, entries = (
+            torch.randint(-1, len(pool), (nodes, scale.raw["sliding_window"]), device=device) for pool in pools
+        )
+
+        def ours(
+            q: torch.Tensor, sink: torch.Tensor, rows: torch.Tensor = window, more: torch.Tensor = entries
+        ) -> torch.Tensor:
+            return attention_triton.sparse_attention(q, pools[0], rows, pools[1], more, sink, rotated)
+
+        def plain(
+            q: torch.Tensor, sink: torch.Tensor, rows: torch.Tensor = window, more: torch.Tensor = entries
+        ) -> torch.Tensor:
+            return attention.sparse_attention(q, pools[0], rows, pools[1], more, sink, rotated)
+
+        q_THD = torch.randn(nodes, heads, width, device=device).to(scale.dtype)
+        inputs = {"q": q_THD, "sink": torch.randn(heads, device=device)}
+        yield _compare(f"sparse_attention/{nodes} nodes, FP8 rows", ours, plain, inputs)
 
 
 def _norm_rope(scale: Scale, device: torch.device) -> Iterator[Parity]:
