@@ -1,9 +1,9 @@
 """Check and time everything on one GPU in under 5 minutes, without a network: `python scripts/gpu_check.py`.
 
 Kernels against float64, their bandwidth against the device's own copy, texts of a small model by whole rounds (CUDA
-graphs) and by plain torch, and verify steps of V4-Flash's first layers with random weights in the stored formats, beside
-transformers' implementation of the same layers. Writes JSON and prints tables; exits 1 if a kernel or the logits are
-further off than torch in the same precision, twice, or if a text differs.
+graphs) and by plain torch, and verify steps of V4-Flash's first layers with random weights in the stored formats,
+beside transformers' implementation of the same layers. Writes JSON and prints tables; exits 1 if a kernel or the logits
+are further off than torch in the same precision, twice, or if a text differs.
 `--dry-run` runs all of it small, in Triton's interpreter on a CPU.
 """
 
