@@ -66,6 +66,8 @@ def load_model(
     numerics_named(numerics)
     if numerics == "invariant" and torch.device(device).type != "cpu":
         raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
+    with group.together():
+        _check_device(device)
     triton = takes_triton(kernels, device=torch.device(device), dtype=DTYPES[dtype], numerics=numerics)
     fp8_rows, stored = kv_dtype == "fp8", keep_quantized or kv_dtype == "fp8"
     if compile and (triton or stored or numerics != "fast" or torch.device(device).type != "cpu" or group.size > 1):
@@ -78,12 +80,11 @@ def load_model(
     if numerics == "invariant" and group.size > 1:
         raise ValueError("Invariant numerics hold in one process only: use numerics='fast' with several.")
     with group.together():
-        _check_device(device)
         checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
         model = empty_model(checkpoint, dtype=DTYPES[dtype], numerics=numerics, fp8_rows=fp8_rows, group=group)
         weights = checkpoint.tensors if keep_quantized else model.state_dict()
         _check_fits(model, sum(tensor.nbytes for tensor in weights.values()), room_for, torch.device(device))
-    group.check_same("the checkpoint", (checkpoint.config, checkpoint.draft_head, checkpoint.tensors, dtype))
+    group.check_same("the checkpoint", (checkpoint.config, checkpoint.draft_head, checkpoint.tensors, dtype, kv_dtype))
     quantized = (triton_kernels if triton else torch_kernels)() if keep_quantized else None
     with group.together():
         load_weights(
