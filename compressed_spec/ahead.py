@@ -8,15 +8,21 @@ description and inputs, torch, the compiler and the processor.
 import hashlib
 import os
 import platform
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.fx.experimental._config as symbolic_shapes
 from torch import nn
 from torch.export import Dim, export
+from tqdm import tqdm
 
 # Weights stay out of the package, short ones too: it is for others as well.
 _OPTIONS = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
@@ -71,22 +77,47 @@ def weights_of(function: nn.Module) -> dict[str, torch.Tensor]:
     return dict(function.named_parameters()) | dict(function.named_buffers())
 
 
-def package_for(function: nn.Module, inputs: Inputs, *, description: object, source: str) -> Path:
-    """The function's package, compiled if it is not on disk yet (some 10 to 40 seconds).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A function to compile for these inputs.
 
-    description: all that the function depends on beside its inputs and its weights' names, shapes and dtypes; source: a
-    digest of the code that it runs (see `source_digest`). Its parameters must not require gradients.
+    description: all that it depends on beside its inputs and its weights' names, shapes and dtypes; source: a digest of
+    the code that it runs (see `source_digest`). Its parameters must not require gradients.
     """
-    name = type(function).__name__
-    weights = tuple((key, str(w.dtype), tuple(w.shape)) for key, w in weights_of(function).items())
-    what = repr((name, _OPTIONS, description, source, weights, inputs.description, torch.get_num_threads(), _machine()))
-    package = cache_folder() / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pt2"
-    if not package.exists():
-        package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = package.with_name(f"{os.getpid()}-{package.name}")
-        _compile(function, inputs, part)
-        part.replace(package)
-    return package
+
+    function: nn.Module
+    inputs: Inputs
+    description: object
+    source: str
+
+    @property
+    def package(self) -> Path:
+        """Where what is compiled for it lies, or will."""
+        name = type(self.function).__name__
+        weights = tuple((key, str(w.dtype), tuple(w.shape)) for key, w in weights_of(self.function).items())
+        parts = (_OPTIONS, self.description, self.source, weights, self.inputs.description, _machine())
+        what = repr((name, torch.get_num_threads(), *parts))
+        return cache_folder() / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pt2"
+
+
+def packages_for(jobs: Sequence[Job], *, progress: bool = False) -> list[Path]:
+    """Each job's package; those that are not on disk yet are compiled (some 10 to 30 seconds each), several at a time.
+
+    Raises RuntimeError where the compiler fails.
+    """
+    packages = [job.package for job in jobs]
+    missing = {package: job for package, job in zip(packages, jobs, strict=True) if not package.exists()}
+    if len(missing) == 1:
+        ((package, job),) = missing.items()
+        with _new_file(package) as part:
+            compile_to(part, job.function, job.inputs)
+    elif missing:
+        bar = tqdm(total=len(missing), desc="compiling", disable=None if progress else True)
+        with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+            for done in as_completed([pool.submit(_compile_apart, package, job) for package, job in missing.items()]):
+                done.result()
+                bar.update()
+    return packages
 
 
 def cache_folder() -> Path:
@@ -94,7 +125,29 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressed_spec" / "compiled"
 
 
-def _compile(function: nn.Module, inputs: Inputs, package: Path) -> None:
+@contextmanager
+def _new_file(package: Path) -> Iterator[Path]:
+    """A file to write, which becomes the package once it is whole."""
+    package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with TemporaryDirectory(dir=package.parent, prefix=".") as folder:
+        part = Path(folder, package.name)
+        yield part
+        part.replace(package)
+
+
+def _compile_apart(package: Path, job: Job) -> None:
+    """In a process of its own, for torch compiles one function at a time in one process."""
+    with _new_file(package) as part:
+        given = part.with_suffix(".job")
+        torch.save((job.function, job.inputs, torch.get_num_threads()), given)
+        command = [sys.executable, "-m", "compressed_spec.ahead", str(given), str(part)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"{type(job.function).__name__} could not be compiled:\n{run.stderr[-2000:]}")
+
+
+def compile_to(package: Path, function: nn.Module, inputs: Inputs) -> None:
+    """Compile a function to this file, in this process."""
     open_axes = tuple(dict.fromkeys(axes, Dim.AUTO) for axes in inputs.open_axes)
     # Oblivious: no code of its own for lengths 0 and 1, and none that rules them out.
     with torch.no_grad(), warnings.catch_warnings(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
@@ -125,3 +178,9 @@ def _machine() -> tuple[str, ...]:
     flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
     cpu = (platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *flags[:1])
     return torch.__version__, os.environ.get("CXX", ""), *cpu
+
+
+if __name__ == "__main__":
+    function, inputs, num_threads = torch.load(sys.argv[1], weights_only=False)  # what `_compile_apart` saved
+    torch.set_num_threads(num_threads)
+    compile_to(Path(sys.argv[2]), function, inputs)

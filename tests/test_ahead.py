@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from compressed_spec import ahead
-from compressed_spec.ahead import Inputs, Program, cache_folder, package_for, source_digest, weights_of
+from compressed_spec.ahead import Inputs, Job, Program, cache_folder, packages_for, source_digest, weights_of
+from compressed_spec.kernels.numerics import numerics_named
+from compressed_spec.models.deepseek_v4.modules import Norm, Precision
 
 
 class Scaled(nn.Module):
@@ -40,17 +42,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def package(function: Scaled, description: object = None) -> Path:
+def job(function: Scaled, description: object = None, source: str = "") -> Job:
     sample = Inputs(tensors=inputs(5, 12), open_axes=((0,), (0,), (0,)))
-    return package_for(function, sample, description=description, source="")
+    return Job(function=function, inputs=sample, description=description, source=source)
 
 
 def test_one_package_serves_all_lengths_and_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = package(Scaled(0))
-    assert path.is_relative_to(folder)
+    (path,) = packages_for([job(Scaled(0))])
     assert path.parent == cache_folder()
-    monkeypatch.setattr(ahead, "_compile", lambda *_: pytest.fail("it is on disk"))
-    assert package(Scaled(1)) == path
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert path.is_relative_to(folder)
+    monkeypatch.setattr(ahead, "compile_to", lambda *_: pytest.fail("it is on disk"))
+    assert packages_for([job(Scaled(1))]) == [path]
     for seed in (0, 1):
         function = Scaled(seed)
         program = Program(path, weights_of(function))
@@ -60,18 +63,34 @@ def test_one_package_serves_all_lengths_and_weights(folder: Path, monkeypatch: p
             torch.testing.assert_close([out, *actual], [*function(*expected), *expected])
 
 
-def test_another_description_source_or_input_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_compile", lambda function, inputs, path: path.write_bytes(b""))
+def test_another_description_source_or_input_is_another_package() -> None:
     function, sample = Scaled(0), Inputs(tensors=inputs(5, 12), open_axes=((0,), (0,), (0,)))
     fixed = Inputs(tensors=inputs(5, 12), open_axes=((0,), (), (0,)))
-    found = {
-        package_for(function, sample, description=1, source="a"),
-        package_for(function, sample, description=2, source="a"),
-        package_for(function, sample, description=1, source="b"),
-        package_for(function, fixed, description=1, source="a"),
-        package_for(function.to(torch.float64), sample, description=1, source="a"),
-    }
-    assert len(found) == 5
+    found = [
+        Job(function=function, inputs=sample, description=1, source="a").package,
+        Job(function=function, inputs=sample, description=2, source="a").package,
+        Job(function=function, inputs=sample, description=1, source="b").package,
+        Job(function=function, inputs=fixed, description=1, source="a").package,
+        Job(function=Scaled(0).to(torch.float64), inputs=sample, description=1, source="a").package,
+    ]
+    assert len(set(found)) == 5
+    assert Job(function=Scaled(3), inputs=sample, description=1, source="a").package == found[0]
+
+
+@pytest.mark.slow
+def test_several_are_compiled_in_processes_of_their_own() -> None:
+    dtypes = (torch.float32, torch.float64)
+    numerics = numerics_named("fast")
+    norms = [Norm(8, 1e-6, Precision(dtype=dtype, numerics=numerics)).requires_grad_(False) for dtype in dtypes]
+    samples = [torch.randn(5, 8, dtype=dtype) for dtype in dtypes]
+    jobs = [
+        Job(function=norm, inputs=Inputs(tensors=[x], open_axes=((0,),)), description=0, source="")
+        for norm, x in zip(norms, samples, strict=True)
+    ]
+    for path, norm, x in zip(packages_for(jobs), norms, samples, strict=True):
+        torch.nn.init.normal_(norm.weight)
+        (out,) = Program(path, weights_of(norm)).run([x[:2]])
+        torch.testing.assert_close(out, norm(x[:2]))
 
 
 def test_what_a_compiler_takes_as_constant_is_refused() -> None:
@@ -80,7 +99,7 @@ def test_what_a_compiler_takes_as_constant_is_refused() -> None:
             return [x_TD * (2 if x_TD.shape[0] == 5 else 3)]
 
     with pytest.raises(AssertionError, match="taken as constant"):
-        package(Peeks(0))
+        packages_for([job(Peeks(0))])
 
 
 def test_a_digest_tells_sources_apart(tmp_path: Path) -> None:

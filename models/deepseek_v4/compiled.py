@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
-from compressed_spec.ahead import Inputs, Program, package_for, source_digest, weights_of
+from compressed_spec.ahead import Inputs, Job, Program, packages_for, source_digest, weights_of
 from compressed_spec.cache import Scratch
 from compressed_spec.models.deepseek_v4.block import Experts
 from compressed_spec.models.deepseek_v4.few_forward import FewForward, Limits, Piece
@@ -39,7 +39,7 @@ def has_compiler() -> bool:
     return True
 
 
-def compile_few(model: DeepseekV4) -> None:
+def compile_few(model: DeepseekV4, *, progress: bool = False) -> None:
     """Give the model a compiled forward of few nodes: a minute or two, or a second once its programs are on disk.
 
     Only for "fast" numerics. From then on the weights must stay where they are.
@@ -47,15 +47,21 @@ def compile_few(model: DeepseekV4) -> None:
     for module in model.modules():
         if isinstance(module, Experts):
             _narrow(module)
-    samples = _samples(model)
-    few = FewForward(model, _limits(model))
     root = Path(__file__).parents[2]
     source = source_digest(*(root / part for part in _SOURCES))
-    for key, (function, tensors) in samples.items():
-        inputs = Inputs(tensors=tensors, open_axes=_open_axes(function, tensors))
-        description = (key[0], key[2], model.config, model.precision.dtype)
-        package = package_for(function, inputs, description=description, source=source)
-        few.pieces[key] = Piece(function=function, run=Program(package, weights_of(function)).run)
+    samples = _samples(model)
+    jobs = [
+        Job(
+            function=function,
+            inputs=Inputs(tensors=tensors, open_axes=_open_axes(function, tensors)),
+            description=(key[0], key[2], model.config, model.precision.dtype),
+            source=source,
+        )
+        for key, (function, tensors) in samples.items()
+    ]
+    few = FewForward(model, _limits(model))
+    for key, job, package in zip(samples, jobs, packages_for(jobs, progress=progress), strict=True):
+        few.pieces[key] = Piece(function=job.function, run=Program(package, weights_of(job.function)).run)
     model.few = few
 
 

@@ -44,9 +44,9 @@ def load_model(
     are dequantised to it. progress: show a bar on stderr.
     numerics: "fast", or "invariant" for tokens, logits and state that are bit for bit the same with speculation or
     without, in any tree, batch and prefill chunk, on a CPU with a fixed number of threads, in one process.
-    compile: fuse the small operations with torch.compile, for a CPU: several times faster on small models, after a
-    minute of compiling (some 15 s once the compiler's cache on disk has it). Warns and does without where there is no
-    C++ compiler.
+    compile: give rounds of few nodes a compiled forward, for a CPU: several times faster on small models, after a
+    minute or two of compiling (a second once it is on disk, see `ahead.cache_folder`). Warns and does without where
+    there is no C++ compiler.
     keep_quantized: leave stored FP8 and FP4 weights as they are, to be decoded by the products: a quarter to a half of
     the memory, and on a GPU as much less to read. Not with invariant numerics, and in one process.
     kernels: what carries out layers and commits: "torch", "triton" (a GPU, or Triton's interpreter where
@@ -98,7 +98,7 @@ def load_model(
     model = model.to(device).eval().requires_grad_(False)
     model.path = KernelPath(model, triton_ops()) if triton else None
     if compile and has_compiler():
-        compile_few(model)
+        compile_few(model, progress=progress)
     elif compile:
         warnings.warn("There is no C++ compiler here (set CXX), so the model is not compiled.", stacklevel=2)
     return model
