@@ -3,7 +3,7 @@
 T = nodes of all trees, B = trees, V = vocabulary
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,6 +67,26 @@ def token_logprobs(
         log_p_NV = target_log_probs(logits_NV, [context.params] * len(token_ids), histories)
     tokens_N1 = torch.tensor(token_ids, device=logits_NV.device).unsqueeze(1)
     return tuple(log_p_NV.gather(1, tokens_N1)[:, 0].tolist())
+
+
+def kept_tokens(
+    tokens: Sequence[int],
+    remaining: int,
+    stop_token_ids: Container[int],
+    stop_check: Callable[[Sequence[int]], int | None] | None,
+) -> tuple[list[int], str | None]:
+    """A round's tokens up to the text's end, and why it ends there, if it does: "stop" or "length".
+
+    remaining: most tokens. stop_check: told the tokens so kept, how many of them to keep if the text ends there.
+    """
+    kept = list(tokens[:remaining])
+    reason = "length" if len(kept) == remaining else None
+    for index, token in enumerate(kept):
+        if token in stop_token_ids:
+            kept, reason = kept[: index + 1], "stop"
+            break
+    count = None if stop_check is None else stop_check(kept)
+    return (kept, reason) if count is None else (kept[:count], "stop")
 
 
 def accept(

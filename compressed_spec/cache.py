@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from compressed_spec.kernels.commit import MoveRows
+from compressed_spec.kernels.fp8_rows import decode_rows, encode_rows
 from compressed_spec.layout import Addressing, CacheShape, PoolSpec, StateSpec, pool_specs
 from compressed_spec.moves import Lanes, accepted_nodes
 from compressed_spec.partial import Stopped
@@ -52,6 +54,7 @@ class Scratch:
     """
 
     def __init__(self, cache: "Cache", slot_T: torch.Tensor | None = None, *, out_of_place: bool = False) -> None:
+        self.cache, self.in_place = cache, not out_of_place
         self._cache, self._slot_T = cache, slot_T
         self._out_of_place = out_of_place
 
@@ -63,7 +66,7 @@ class Scratch:
         first: slot of the first node, where the nodes lie one after the other.
         """
         rows_RD, persistent = self._cache.pools[pool][layer], self._cache.num_persistent(pool)
-        values_ND, slots = values_ND.to(rows_RD.dtype), self._slot_T if slots is None else slots
+        values_ND, slots = self._cache.rows_of(pool, values_ND), self._slot_T if slots is None else slots
         if self._out_of_place:
             if slots is not None:
                 num_slots = int(slots.max()) + 1 if len(slots) else 0
@@ -100,16 +103,20 @@ class Cache:
 
     Memory that nobody has written is NaN, so that a wrong row id shows. Nothing but `commit`, `fork` and `restore`
     writes persistent rows. Raises ValueError if the pools do not fit into the device's memory.
+
+    move_rows: moves all rows of a commit at once, None for one copy a pool.
     """
 
-    def __init__(self, spec: StateSpec, shape: CacheShape, device: torch.device) -> None:
-        self.spec, self.shape, self.device = spec, shape, device
+    def __init__(
+        self, spec: StateSpec, shape: CacheShape, device: torch.device, move_rows: MoveRows | None = None
+    ) -> None:
+        self.spec, self.shape, self.device, self._move_rows = spec, shape, device, move_rows
         self._specs = {pool.name: pool for pool in pool_specs(spec, shape.max_length)}
         try:
             self.pools = {
                 pool.name: torch.full(
                     (pool.num_layers, self.num_persistent(pool.name) + shape.num_scratch(pool), pool.dim),
-                    float("nan"),
+                    255 if pool.packed else float("nan"),  # packed: codes, scales and tails that are no numbers
                     dtype=pool.dtype,
                     device=device,
                 )
@@ -140,6 +147,13 @@ class Cache:
     def num_persistent(self, pool: str) -> int:
         """Persistent rows of a pool; its scratch rows follow them."""
         return self.shape.batch_size * self._specs[pool].per_sequence
+
+    def rows_of(self, pool: str, values_ND: torch.Tensor) -> torch.Tensor:
+        """Rows as a pool keeps them: in its dtype, or packed."""
+        if self._specs[pool].packed:
+            assert self.spec.fp8_rotated is not None
+            return encode_rows(values_ND, self.spec.fp8_rotated)
+        return values_ND.to(self._specs[pool].dtype)
 
     def scratch_rows(self, count: int) -> Iterator[torch.Tensor]:
         """The first `count` scratch rows of each pool."""
@@ -199,14 +213,32 @@ class Cache:
             return
         grown = [row for row, path in zip(verify.rows, paths, strict=True) if path]
         self.mark_damaged(grown)  # until all pools agree again
-        for pools, (source, target) in zip(self._lanes.pools, self._lanes.moves(accepted, self.device), strict=True):
-            if len(source):
-                for name in pools:
-                    rows_LRD = self.pools[name]
-                    rows_LRD.index_copy_(1, target, rows_LRD.index_select(1, source))
+        if self._move_rows is not None:
+            moves = self._lanes.moves_at_once(accepted, self.device)
+            names = [name for pools in self._lanes.pools for name in pools]
+            lane_of = [lane for lane, pools in enumerate(self._lanes.pools) for _ in pools]
+            self._move_rows([self.pools[name] for name in names], lane_of, moves)
+        else:
+            for pools, (source, target) in zip(
+                self._lanes.pools, self._lanes.moves(accepted, self.device), strict=True
+            ):
+                self._move(pools, source, target)
         for row, path in zip(verify.rows, paths, strict=True):
             self._lengths[row] += len(path)
         self._damaged.difference_update(grown)
+
+    def committed(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Take note of tokens that the device has committed by itself, in rows marked as damaged before."""
+        self.next_ticket()
+        for row, count in zip(rows, counts, strict=True):
+            self._lengths[row] += count
+        self._damaged.difference_update(rows)
+
+    def _move(self, pools: Sequence[str], source: torch.Tensor, target: torch.Tensor) -> None:
+        if len(source):
+            for name in pools:
+                rows_LRD = self.pools[name]
+                rows_LRD.index_copy_(1, target, rows_LRD.index_select(1, source))
 
     def _owned(self, pool: PoolSpec, row: int, length: int) -> slice:
         """Persistent rows of a sequence: all of a ring, the entries that a length has."""
@@ -292,5 +324,7 @@ class Cache:
                 }[pool.addressing]
                 # A ring that has not come round yet is written from its first slot on.
                 written = self.pools[name][:, owned.start : owned.start + num_written]
+                if pool.packed and self.spec.fp8_rotated is not None:
+                    written = decode_rows(written.flatten(0, 1), self.spec.head_dim, self.spec.fp8_rotated)
                 if not bool(torch.isfinite(written).all()):
                     raise ValueError(f"Pool {name} holds values that are not finite in row {row} of {length} tokens.")

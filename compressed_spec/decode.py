@@ -5,57 +5,26 @@ B = batch rows, V = vocabulary
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
-from compressed_spec.accepting import Context, Logprobs, accept, first_tokens, token_logprobs
+from compressed_spec.accepting import Context, accept, first_tokens, kept_tokens, token_logprobs
 from compressed_spec.cache import Cache
 from compressed_spec.drafting.base import Drafter, DraftPlan
 from compressed_spec.drafting.fit import proposal_for
-from compressed_spec.processors import check_ids
 from compressed_spec.proposing import Place, Proposer
-from compressed_spec.sampling_params import SamplingParams
+from compressed_spec.requests import Chunk, Request, StopCheck, check_request
 from compressed_spec.shaping.base import FixedShaper, RoundOutcome, RoundState, Shaper
 from compressed_spec.stats import StageClock, StatsBuilder
 from compressed_spec.target import TargetModel
 from compressed_spec.tree import TokenTree, TreeShape
 from compressed_spec.verifying import Acceptance, DraftTree, Proposal, Verifier
+from compressed_spec.whole import WholeEnd, whole_rounds
 
-StopCheck = Callable[[Sequence[int], Sequence[int]], int | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One text to continue.
-
-    stop_token_ids: end the text, included in it. stop_check: told the output so far and the tokens of the round, says
-    how many of these to keep if the text ends there (stop strings), else None; after an exception it may be told the
-    same round again. logprobs: which log probabilities to give, None for none.
-    """
-
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    max_new_tokens: int
-    stop_token_ids: frozenset[int]
-    stop_check: StopCheck | None = None
-    logprobs: Logprobs | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Tokens that a request emitted in one round.
-
-    request: its number, in order of submission. logprobs: of each token, if the request wants them. num_accepted: how
-    many of the tokens were drafted (they come first). finish_reason: "stop" or "length" if it ends here.
-    """
-
-    request: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] | None
-    num_accepted: int
-    finish_reason: str | None
+__all__ = ["Chunk", "Decoder", "Request", "StopCheck", "check_request"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,22 +56,6 @@ class _Active:
             prompt_ids=self.request.prompt_ids,
             output_ids=self.output_ids,
             eos_token_ids=tuple(self.request.stop_token_ids),
-        )
-
-
-def check_request(model: TargetModel, request: Request) -> None:
-    """Raise ValueError for an empty prompt, a token id out of range, no token to generate, or more than fit."""
-    if not request.prompt_ids:
-        raise ValueError("A prompt is empty: give at least one token id, such as the BOS token.")
-    if not isinstance(request.max_new_tokens, int) or request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be an int of at least 1, got {request.max_new_tokens!r}.")
-    model.check_tokens(request.prompt_ids)
-    check_ids("logit_bias", request.params.logit_bias or (), model.vocab_size)
-    check_ids("allowed_token_ids", request.params.allowed_token_ids or (), model.vocab_size)
-    if len(request.prompt_ids) + request.max_new_tokens - 1 > model.max_position_embeddings:
-        raise ValueError(
-            f"A prompt of {len(request.prompt_ids)} tokens and {request.max_new_tokens} new ones go beyond the model's "
-            f"{model.max_position_embeddings} positions: shorten the prompt or lower max_new_tokens."
         )
 
 
@@ -139,6 +92,8 @@ class Decoder:
         if drafter is not None and shaper is not None:
             proposal = proposal_for(verifier, drafter, shaper.largest)
             self._proposer = Proposer(cache, drafter, verifier, proposal, model.vocab_size)
+        self._whole = whole_rounds(model, cache, self._drafter, self._shaper)
+        self._unread: tuple[list[_Active], list[WholeEnd]] | None = None  # a round committed, but not yet emitted
         self._max_rows = min(cache.shape.batch_size, cache.shape.max_nodes // num_nodes)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._active: list[_Active] = []
@@ -185,7 +140,8 @@ class Decoder:
         """
         self._unreported += self._admit()
         if self._active and not self._unreported:
-            self._unreported += self._round()
+            whole = self._whole_round()
+            self._unreported += self._round() if whole is None else whole
         chunks, self._unreported = self._unreported, []
         return chunks
 
@@ -193,6 +149,7 @@ class Decoder:
         """Release all rows; whatever has not finished is dropped."""
         self._waiting.clear()
         self._unreported.clear()
+        self._unread = None
         for active in list(self._active):
             self._leave(active)
 
@@ -245,16 +202,50 @@ class Decoder:
             )
         # Texts grow only now: whatever raised before this point left every request as it was.
         self._tell_shaper(state, plan, drafts, accepted, seconds)
+        num_accepted = [len(acceptance.path) - 1 for acceptance in accepted]
+        self._emit(active, state, plan, [len(draft.tree) for draft in drafts], num_accepted, chunks)
+        return chunks
+
+    def _whole_round(self) -> list[Chunk] | None:
+        """A round without the host, None where it cannot be had. One whose emission raised is emitted again."""
+        if self._whole is None:
+            return None
+        if self._unread is None:
+            active, places = list(self._active), [a.place for a in self._active]
+            if any(a.request.logprobs for a in active) or not self._whole.takes(places, self._verifier):
+                return None
+            with self.clock.stage("verify"):
+                self._unread = active, self._whole.run(places)
+        active, ends = self._unread
+        with self.clock.stage("sample"):
+            tokens = [[*end.tokens[1:], end.acceptance.next_token] for end in ends]
+            chunks = [self._cut(one, mine, None) for one, mine in zip(active, tokens, strict=True)]
+        state, plan = self._state(active), None if self._shaper is None else self._shaper.largest
+        self._unread = None
+        sizes = [self._whole.num_nodes] * len(active)
+        self._emit(active, state, plan, sizes, [len(end.tokens) - 1 for end in ends], chunks)
+        return chunks
+
+    def _emit(
+        self,
+        active: Sequence[_Active],
+        state: RoundState,
+        plan: DraftPlan | None,
+        sizes: Sequence[int],
+        accepted: Sequence[int],
+        chunks: Sequence[Chunk],
+    ) -> None:
+        """Let texts grow by a round's chunks. sizes, accepted: nodes of each tree, and how many drafts were right."""
         # Where all that is left is last tokens, nobody is asked for drafts, but there was no room for them either.
         no_room_at_all = self._shaper is not None and not state.max_depth
         num_steps = int(no_room_at_all) if plan is None else plan.shape.num_steps
-        for one, draft, acceptance, chunk in zip(active, drafts, accepted, chunks, strict=True):
-            num_accepted, num_emitted = len(acceptance.path) - 1, len(chunk.token_ids)
+        for one, num_nodes, num_accepted, chunk in zip(active, sizes, accepted, chunks, strict=True):
+            num_emitted = len(chunk.token_ids)
             # A round that uses up max_new_tokens is truncated too if there was no room for deeper drafts.
             no_room = chunk.finish_reason == "length" and one.remaining - 1 < num_steps
             one.output_ids += chunk.token_ids
             self.stats[one.number].observe(
-                num_nodes=len(draft.tree),
+                num_nodes=num_nodes,
                 num_accepted=num_accepted,
                 num_emitted=num_emitted,
                 truncated=no_room or num_emitted <= num_accepted,
@@ -262,7 +253,6 @@ class Decoder:
             self.stats[one.number].num_rounds_off += plan is None and state.max_depth > 0 and self._shaper is not None
             self._tell_drafter("observe", one, chunk.token_ids)
             self._finish(one, chunk)
-        return chunks
 
     def _first(self, joining: Sequence[_Active], logits_BV: torch.Tensor) -> tuple[list[int], list[Chunk]]:
         """The first token of each, as a token and as a chunk."""
@@ -290,16 +280,13 @@ class Decoder:
 
         logits_NV: what each token followed, for its log probability.
         """
-        kept = list(tokens[: active.remaining])
-        reason = "length" if len(kept) == active.remaining else None
-        for index, token in enumerate(kept):
-            if token in active.request.stop_token_ids:
-                kept, reason = kept[: index + 1], "stop"
-                break
-        if active.request.stop_check is not None:
-            count = active.request.stop_check(active.output_ids, kept)
-            if count is not None:
-                kept, reason = kept[:count], "stop"
+        stop_check = active.request.stop_check
+        kept, reason = kept_tokens(
+            tokens,
+            active.remaining,
+            active.request.stop_token_ids,
+            None if stop_check is None else partial(stop_check, active.output_ids),
+        )
         logprobs = None
         if active.request.logprobs is not None and logits_NV is not None:
             logprobs = token_logprobs(logits_NV[: len(kept)], kept, active.context, active.request.logprobs)

@@ -11,6 +11,8 @@ from enum import StrEnum
 
 import torch
 
+from compressed_spec.kernels.fp8_rows import row_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
@@ -47,7 +49,8 @@ class StateSpec:
 
     head_layers: layers of its draft head, 0 without one. head_shift: position of a token's row in the head's KV, from
     the token's own: 0 if it is made of the token's own streams, -1 if of those before, which then are kept too.
-    num_streams, model_dim: the residual streams of a token.
+    num_streams, model_dim: the residual streams of a token. fp8_rotated: None for KV and entries in dtype; else they
+    are kept in the format of `kernels.fp8_rows`, so many of their last channels rotated.
     """
 
     sliding_window: int
@@ -60,6 +63,16 @@ class StateSpec:
     model_dim: int
     dtype: torch.dtype
     buffer_dtype: torch.dtype
+    fp8_rotated: int | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of rows of KV and of entries: uint8 where they are packed."""
+        return self.dtype if self.fp8_rotated is None else torch.uint8
+
+    def kv_dim(self, width: int) -> int:
+        """Numbers, or bytes, of a row of so many channels."""
+        return width if self.fp8_rotated is None else row_bytes(width, self.fp8_rotated)
 
 
 class Addressing(StrEnum):
@@ -74,7 +87,8 @@ class Addressing(StrEnum):
 class PoolSpec:
     """One pool. `shift` is what to add to a node's position to get the position of its row.
 
-    drafted: whether a draft head writes scratch rows of its own nodes here.
+    drafted: whether a draft head writes scratch rows of its own nodes here. packed: whether rows are bytes, in the
+    format of `kernels.fp8_rows`.
     """
 
     name: str
@@ -86,19 +100,21 @@ class PoolSpec:
     shift: int = 0
     compression: Compression | None = None
     drafted: bool = False
+    packed: bool = False
 
 
 def pool_specs(spec: StateSpec, max_length: int) -> Iterator[PoolSpec]:
     """Every pool of a model for sequences of at most `max_length` tokens."""
     ring, entries = Addressing.RING, Addressing.ENTRIES
-    window, dtype = spec.sliding_window, spec.dtype
+    window, dtype, packed = spec.sliding_window, spec.dtype, spec.fp8_rotated is not None
     yield PoolSpec(
         name="window_kv",
         num_layers=spec.num_layers,
-        dim=spec.head_dim,
-        dtype=dtype,
+        dim=spec.kv_dim(spec.head_dim),
+        dtype=spec.kv_dtype,
         addressing=ring,
         per_sequence=window,
+        packed=packed,
     )
     for comp in spec.compressions:
         lanes = [("buffer", "compressed_kv", comp.entry_dim)]
@@ -117,22 +133,24 @@ def pool_specs(spec: StateSpec, max_length: int) -> Iterator[PoolSpec]:
             yield PoolSpec(
                 name=f"{entry}.{comp.name}",
                 num_layers=comp.num_layers,
-                dim=width,
-                dtype=dtype,
+                dim=width if entry == "index_kv" else spec.kv_dim(width),
+                dtype=dtype if entry == "index_kv" else spec.kv_dtype,
                 addressing=entries,
                 per_sequence=comp.num_entries(max_length),
                 compression=comp,
+                packed=packed and entry != "index_kv",
             )
     if spec.head_layers:
         yield PoolSpec(
             name="head_kv",
             num_layers=spec.head_layers,
-            dim=spec.head_dim,
-            dtype=dtype,
+            dim=spec.kv_dim(spec.head_dim),
+            dtype=spec.kv_dtype,
             addressing=ring,
             per_sequence=window,
             shift=spec.head_shift,
             drafted=True,
+            packed=packed,
         )
     if spec.head_layers and spec.head_shift:
         yield PoolSpec(

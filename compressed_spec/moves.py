@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from compressed_spec.kernels.commit import Moves
 from compressed_spec.layout import Addressing, PoolSpec
 from compressed_spec.rows import Ints, Nodes
 from compressed_spec.tree import TokenTree
@@ -67,6 +69,19 @@ class Lanes:
 
     def moves(self, accepted: Accepted, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Source and destination rows, for each of `pools`."""
+        both_2GF, keep_GF = self._rows(accepted)
+        source, target = torch.from_numpy(both_2GF[:, keep_GF]).to(device)
+        counts = keep_GF.sum(1).tolist()
+        return list(zip(source.split(counts), target.split(counts), strict=True))
+
+    def moves_at_once(self, accepted: Accepted, device: torch.device) -> Moves:
+        """The same with a line for each of `pools`, for a device that moves all of them together."""
+        both_2GF, keep_GF = self._rows(accepted)
+        source_MN, target_MN = torch.from_numpy(np.where(keep_GF, both_2GF, -1)).to(device, non_blocking=True)
+        return Moves(source_MN=source_MN, target_MN=target_MN)
+
+    def _rows(self, accepted: Accepted) -> tuple[Ints, NDArray[np.bool_]]:
+        """Source and destination rows of every accepted node, and which of them move."""
         position_GF = accepted.position_F + self._shift_G1
         keep_GF = accepted.num_after_F < self._most_after_G1
         keep_GF &= position_GF >= 0
@@ -78,6 +93,4 @@ class Lanes:
             position_GF // self._ratio_G1 % self._modulus_G1,
             out=both_2GF[1],
         )
-        source, target = torch.from_numpy(both_2GF[:, keep_GF]).to(device)
-        counts = keep_GF.sum(1).tolist()
-        return list(zip(source.split(counts), target.split(counts), strict=True))
+        return both_2GF, keep_GF

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from compressed_spec.cache import Cache, Scratch, Verification
+from compressed_spec.device_trees import DeviceRounds
+from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.layout import CacheShape, StateSpec
 from compressed_spec.memory import check_fits
 from compressed_spec.parallel import ALONE, ParallelGroup
@@ -167,7 +169,15 @@ class TargetModel(nn.Module, ABC):
         )
         spec = self.state_spec()
         check_fits("A cache", shape.nbytes(spec), self.device, "lower batch_size, max_length or max_nodes")
-        return Cache(spec, shape, self.device)
+        return Cache(spec, shape, self.device, self.row_mover())
+
+    def row_mover(self) -> MoveRows | None:
+        """What moves the rows of a cache's commits, one a cache; None for torch's own copies."""
+        return None
+
+    def device_rounds(self, cache: Cache) -> DeviceRounds | None:
+        """Rounds over a cache that the device carries out by itself, None where the host must see each step."""
+        return None
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise ValueError if a token id is not in the vocabulary."""

@@ -7,6 +7,7 @@ N = blocks of rows, B = rows of a block
 import torch
 import torch.nn.functional as F
 
+from compressed_spec.kernels.fp8_rows import decode_rows
 from compressed_spec.kernels.gather import gather_rows
 from compressed_spec.kernels.rowwise import ROW_TILE, join_tiles, row_tiles
 
@@ -20,21 +21,32 @@ def sparse_attention(
     compressed_RD: torch.Tensor | None,
     compressed_rows_TK: torch.Tensor | None,
     sink_H: torch.Tensor,
+    num_rotated: int = 0,
 ) -> torch.Tensor:
     """`softmax(q k / sqrt(D))` with `exp(sink)` added to the denominator, times k (K = V), as `[T, H, D]`.
 
-    Row -1 reads nothing. Scores and probabilities are float32 or wider.
+    Row -1 reads nothing. Scores and probabilities are float32 or wider. Pools of uint8 hold FP8 rows, the last
+    `num_rotated` channels rotated (see `kernels.fp8_rows`).
     """
     wide = torch.promote_types(q_THD.dtype, torch.float32)
-    kv_TKD, rows_TK = gather_rows(window_RD, window_rows_TW), window_rows_TW
+    kv_TKD, rows_TK = _kv_rows(window_RD, window_rows_TW, q_THD, num_rotated), window_rows_TW
     if compressed_RD is not None and compressed_rows_TK is not None:
-        kv_TKD = torch.cat((kv_TKD, gather_rows(compressed_RD, compressed_rows_TK)), dim=1)
+        kv_TKD = torch.cat((kv_TKD, _kv_rows(compressed_RD, compressed_rows_TK, q_THD, num_rotated)), dim=1)
         rows_TK = torch.cat((rows_TK, compressed_rows_TK), dim=1)
     scores_THK = torch.bmm(q_THD, kv_TKD.transpose(1, 2)).to(wide) * q_THD.shape[-1] ** -0.5
     scores_THK = scores_THK.masked_fill((rows_TK < 0).unsqueeze(1), float("-inf"))
     sink_TH1 = sink_H.to(wide).view(1, -1, 1).expand(scores_THK.shape[0], -1, -1)
     probs_THK = torch.softmax(torch.cat((scores_THK, sink_TH1), dim=-1), dim=-1)[..., :-1]
     return torch.bmm(probs_THK.to(kv_TKD.dtype), kv_TKD)
+
+
+def _kv_rows(pool_RX: torch.Tensor, rows: torch.Tensor, q_THD: torch.Tensor, num_rotated: int) -> torch.Tensor:
+    """Rows `[..., D]` in the queries' dtype, decoded if they are bytes."""
+    found = gather_rows(pool_RX, rows)
+    if pool_RX.dtype != torch.uint8:
+        return found
+    decoded_ND = decode_rows(found.flatten(0, -2), q_THD.shape[-1], num_rotated).to(q_THD.dtype)
+    return decoded_ND.view(*rows.shape, -1)
 
 
 def rowwise_attention(
@@ -44,6 +56,7 @@ def rowwise_attention(
     compressed_RD: torch.Tensor | None,
     compressed_rows_TK: torch.Tensor | None,
     sink_H: torch.Tensor,
+    num_rotated: int = 0,
 ) -> torch.Tensor:
     """`sparse_attention`, such that a node's bits do not depend on the other nodes or on how long their lists are.
 
@@ -56,7 +69,7 @@ def rowwise_attention(
     outputs = []
     for i, q_GHD in enumerate(row_tiles(q_THD)):
         span = slice(i * ROW_TILE, (i + 1) * ROW_TILE)
-        kv_NGBD = torch.cat([gather_rows(pool_RD, rows_NTB[:, span]) for pool_RD, rows_NTB in tiles])
+        kv_NGBD = torch.cat([_kv_rows(pool, rows_NTB[:, span], q_THD, num_rotated) for pool, rows_NTB in tiles])
         empty_NGB = torch.cat([rows_NTB[:, span] < 0 for _, rows_NTB in tiles])
         outputs.append(_attend_blocks(q_GHD, kv_NGBD, empty_NGB, sink_H))
     return join_tiles(outputs, len(q_THD))

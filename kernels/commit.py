@@ -4,7 +4,7 @@ B = trees, A = longest path, N = B A entries of all paths, T = nodes, M = ways o
 D = row width
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,9 @@ class Moves:
 
     source_MN: torch.Tensor
     target_MN: torch.Tensor
+
+
+MoveRows = Callable[[Sequence[torch.Tensor], Sequence[int], Moves], None]  # as `commit_rows` below
 
 
 def lane_table(lanes: Sequence[Lane], device: torch.device) -> torch.Tensor:

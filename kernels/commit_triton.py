@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from compressed_spec.kernels.commit import ENTRIES, RING, Moves
+from compressed_spec.kernels.triton_device import launching_on
 
 MOVE_BLOCK = 128
 WORD_BLOCK = 1024
@@ -130,3 +131,19 @@ def commit_rows(table: PoolTable, moves: Moves) -> None:
     commit_rows_kernel[(num_entries, len(table.pools_P5), table.most_layers)](
         table.pools_P5, moves.source_MN, moves.target_MN, num_entries, BLOCK=WORD_BLOCK
     )
+
+
+class RowMover:
+    """`kernels.commit.commit_rows` in one launch. The table is made anew where the pools are others than before."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, ...] = ()
+        self._table: PoolTable | None = None
+
+    def __call__(self, pools: Sequence[torch.Tensor], lane_of: Sequence[int], moves: Moves) -> None:
+        """Move the rows of every layer of the pools."""
+        key = (*(pool.data_ptr() for pool in pools), *lane_of)
+        if self._table is None or key != self._key:
+            self._key, self._table = key, pool_table(pools, lane_of)
+        with launching_on(pools[0].device):
+            commit_rows(self._table, moves)

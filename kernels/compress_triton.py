@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from compressed_spec.kernels.norm_rope_triton import rotate
+from compressed_spec.kernels import fp8_rows
+from compressed_spec.kernels.norm_rope_triton import rotate, store_fp8_rows
 
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CONFIG = {"BLOCK_K": 8, "num_warps": 8, "num_stages": 3}
 
 
@@ -32,8 +34,12 @@ def pool_windows_kernel(
     OVERLAP: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FP8_GROUP: tl.constexpr,
 ):
     """p_weight None: pooled entries, float32. Else also normed and rotated, to the rows of p_out_rows (-1: nowhere).
+
+    DTYPE: of what is pooled and normed. FP8_GROUP: rows of bytes, with a scale for so many plain channels; 0: of DTYPE.
 
     OVERLAP: buffer rows are `kv | gate` of 2 E each; the first K / 2 tokens give their first E channels, the others
     their last.
@@ -68,20 +74,23 @@ def pool_windows_kernel(
     p_entry = p_out + i_out * stride_out + o_e[None, :]
     m_e = (o_e < E)[None, :]
     if p_weight is not None:
-        dtype = p_out.dtype.element_ty
-        b_entry = tl.where(m_e, b_entry, 0.0).to(dtype).to(tl.float32)
+        b_entry = tl.where(m_e, b_entry, 0.0).to(DTYPE).to(tl.float32)
         b_entry = b_entry * tl.rsqrt(tl.sum(b_entry * b_entry, axis=1) / E + eps)[:, None]
         b_entry = b_entry * tl.load(p_weight + o_e, mask=o_e < E, other=0.0).to(tl.float32)[None, :]
-        b_entry = b_entry.to(dtype).to(tl.float32)
+        b_entry = b_entry.to(DTYPE).to(tl.float32)
         o_one = i_c + tl.zeros((1,), dtype=tl.int64)
         b_entry = rotate(b_entry, p_cos + o_one * P, p_sin + o_one * P, m_one, E, P)
-    tl.store(p_entry, b_entry.to(p_out.dtype.element_ty), mask=m_e)
+    if FP8_GROUP:
+        p_row = p_out + i_out * stride_out + tl.zeros((1,), dtype=tl.int64)
+        store_fp8_rows(p_row, b_entry.to(DTYPE), m_one, E, P, FP8_GROUP)
+    else:
+        tl.store(p_entry, b_entry.to(p_out.dtype.element_ty), mask=m_e)
 
 
 def pool_windows(buffer_RD: torch.Tensor, rows_CK: torch.Tensor, *, overlap: bool) -> torch.Tensor:
     """As `kernels.compress.pool_windows`, of a float32 buffer."""
     entries_CE = buffer_RD.new_empty(len(rows_CK), buffer_RD.shape[1] // (4 if overlap else 2))
-    _launch(buffer_RD, rows_CK, overlap, entries_CE, None, None, 0.0, None, None)
+    _launch(buffer_RD, rows_CK, overlap, entries_CE, None, None, 0.0, None, None, torch.float32)
     return entries_CE
 
 
@@ -96,12 +105,15 @@ def pool_entries(
     out_rows_C: torch.Tensor,
     *,
     overlap: bool,
+    dtype: torch.dtype,
 ) -> None:
-    """`apply_rope(rms_norm(pool_windows(...).to(out.dtype), weight, eps), cos, sin)`, written to rows of `out_RE`.
+    """`apply_rope(rms_norm(pool_windows(...).to(dtype), weight, eps), cos, sin)`, written to rows of `out_RE`.
 
-    A window whose row of `out_rows_C` is -1 does not close, and nothing is written.
+    out_RE: of dtype, or uint8 for the format of `kernels.fp8_rows`. A window whose row of `out_rows_C` is -1 does not
+    close, and nothing is written.
     """
-    _launch(buffer_RD, rows_CK, overlap, out_RE, out_rows_C, weight_E, eps, cos_CP, sin_CP)
+    assert out_RE.dtype in (dtype, torch.uint8), "rows in the dtype, or packed"
+    _launch(buffer_RD, rows_CK, overlap, out_RE, out_rows_C, weight_E, eps, cos_CP, sin_CP, dtype)
 
 
 def pool_config(width: int) -> dict[str, int]:
@@ -119,9 +131,11 @@ def _launch(
     eps: float,
     cos_CP: torch.Tensor | None,
     sin_CP: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> None:
     assert buffer_RD.dtype == torch.float32, "compressors keep float32 rows"
     num_windows, num_tokens = rows_CK.shape
+    width = out_RE.shape[1] if weight_E is None else len(weight_E)
     if not num_windows:
         return
     pool_windows_kernel[(num_windows,)](
@@ -136,8 +150,10 @@ def _launch(
         out_RE.stride(0),
         eps,
         K=num_tokens,
-        E=out_RE.shape[1],
+        E=width,
         P=0 if cos_CP is None else cos_CP.shape[-1],
         OVERLAP=overlap,
-        **pool_config(out_RE.shape[1]),
+        DTYPE=TRITON_DTYPES[dtype],
+        FP8_GROUP=fp8_rows.GROUP if out_RE.dtype == torch.uint8 else 0,
+        **pool_config(width),
     )

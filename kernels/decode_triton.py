@@ -62,6 +62,25 @@ def e4m3_pair(word, byte: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def e4m3(byte, gain, dtype: tl.constexpr):
+    """Codes (uint8), times `e4m3_gain`, as dtype. The two that are no number become +-480."""
+    sign, code = (byte & 0x80).to(tl.uint16) << 8, (byte & 0x7F).to(tl.uint16)
+    if dtype == tl.bfloat16:
+        return (sign | (code << 4)).to(tl.bfloat16, bitcast=True) * gain
+    else:
+        return ((sign | (code << 7)).to(tl.float16, bitcast=True).to(tl.float32) * gain).to(dtype)
+
+
+@triton.jit
+def e4m3_gain(scale, dtype: tl.constexpr):
+    """What to multiply codes by, from their E8M0 byte: for bfloat16 at most 2**127 (a scale of 128)."""
+    if dtype == tl.bfloat16:
+        return ((tl.minimum(scale, 134).to(tl.uint16) + 120) << 7).to(tl.bfloat16, bitcast=True)
+    else:
+        return e8m0(scale) * 256.0
+
+
+@triton.jit
 def e8m0(byte):
     """uint8 as the float32 2**(byte - 127), byte below 255."""
     code = byte.to(tl.uint32)

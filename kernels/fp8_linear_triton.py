@@ -13,20 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from compressed_spec.kernels.decode_triton import e4m3_pair, e8m0
 from compressed_spec.kernels.fp8_linear import FP8Weight
 from compressed_spec.kernels.sum_parts_triton import sum_parts
+from compressed_spec.kernels.weight_products_triton import e4m3_product
 
 ENOUGH_PROGRAMS = 256  # about two a multiprocessor of the chips in question
 MOST_SPLITS = 8
-
-
-@triton.jit
-def _dot_pair(acc, word, x, byte: tl.constexpr):
-    low, high = e4m3_pair(word, byte, x.dtype)
-    x_low, x_high = tl.split(x)
-    acc = tl.dot(low, tl.trans(x_low), acc, input_precision="ieee")
-    return tl.dot(high, tl.trans(x_high), acc, input_precision="ieee")
 
 
 @triton.jit
@@ -73,13 +65,7 @@ def fp8_linear_kernel(
             other=0,
         )
         scale = tl.load(p_scale + out_row // BLOCK_OUT * num_scales + start // BLOCK_IN, mask=inside, other=0)
-        if p_scale.dtype.element_ty == tl.uint8:
-            scale = e8m0(scale)
-        # Column 4 w + 2 h + b is byte b of half h of word w.
-        x_even, x_odd = tl.split(tl.reshape(x, [ROWS, CHANNELS // 4, 2, 2]))
-        part = _dot_pair(tl.zeros([OUT, ROWS], tl.float32), words, x_even, 0)
-        part = _dot_pair(part, words, x_odd, 1)
-        acc += part * scale[:, None]
+        acc = e4m3_product(acc, words, scale, x)
     out_place = (row.to(tl.int64) * SPLITS + split) * (NUM_GROUPS * GROUP_OUT)
     tl.store(
         p_out + out_place[None, :] + out_row[:, None],

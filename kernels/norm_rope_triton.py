@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from compressed_spec.kernels import fp8_rows
-from compressed_spec.kernels.e4m3_triton import encode_e4m3
+from compressed_spec.kernels.e4m3_triton import encode_bf16, encode_e4m3
 
 ELEMENTS = 4096  # of a program's tile
 SMALLEST_PEAK = tl.constexpr(fp8_rows.SMALLEST_PEAK)
@@ -98,9 +98,9 @@ def store_fp8_rows(p_row, b_y, m_n, D: tl.constexpr, P: tl.constexpr, GROUP: tl.
     b_code = encode_e4m3(b_group * b_inverse[:, :, None])
     m_plain = m_n[:, None] & (o_d < PLAIN)[None, :]
     tl.store(p_row[:, None] + o_d[None, :], tl.reshape(b_code, (BLOCK_N, BLOCK_D)), mask=m_plain)
-    p_tail = (p_row + PLAIN).to(tl.pointer_type(tl.bfloat16))
+    p_tail = (p_row + PLAIN).to(tl.pointer_type(tl.uint16))
     m_tail = m_n[:, None] & ((o_d >= PLAIN) & (o_d < D))[None, :]
-    tl.store(p_tail[:, None] + (o_d - PLAIN)[None, :], b_y.to(tl.bfloat16), mask=m_tail)
+    tl.store(p_tail[:, None] + (o_d - PLAIN)[None, :], encode_bf16(b_y.to(tl.float32)), mask=m_tail)
     p_scale = p_row + (PLAIN + 4 * P)
     m_scale = m_n[:, None] & (o_g < SCALES)[None, :]
     tl.store(p_scale[:, None] + o_g[None, :], b_scale.to(tl.uint8), mask=m_scale)

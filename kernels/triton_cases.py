@@ -6,6 +6,7 @@ V4-Flash and V4-Pro.
 
 import torch
 import triton
+import triton.language as tl
 
 from compressed_spec.kernels import attention_triton as attention
 from compressed_spec.kernels import compress_triton as compress
@@ -68,21 +69,27 @@ def norm_rope_cases() -> tuple[Case, ...]:
 
 
 def attention_cases() -> tuple[Case, ...]:
-    """64 heads (Flash), 128 (Pro), fewer (their shards), in half precision, and float32."""
+    """64 heads (Flash), 128 (Pro), fewer (their shards), in half precision, and float32; over FP8 rows as well."""
     cases = []
-    for dtype, torch_dtype, heads in (
-        ("bf16", torch.bfloat16, 64),
-        ("bf16", torch.bfloat16, 128),
-        ("bf16", torch.bfloat16, 16),
-        ("fp16", torch.float16, 64),
-        ("fp32", torch.float32, 64),
+    for dtype, torch_dtype, heads, fp8 in (
+        ("bf16", torch.bfloat16, 64, False),
+        ("bf16", torch.bfloat16, 128, False),
+        ("bf16", torch.bfloat16, 16, False),
+        ("fp16", torch.float16, 64, False),
+        ("fp32", torch.float32, 64, False),
+        ("bf16", torch.bfloat16, 64, True),
+        ("bf16", torch.bfloat16, 128, True),
+        ("bf16", torch.bfloat16, 16, True),
     ):
-        uncut, cut = (attention.attention_config(heads, 512, torch_dtype, split=split) for split in (False, True))
+        uncut, cut = (
+            attention.attention_config(heads, 512, torch_dtype, split=split, fp8=fp8) for split in (False, True)
+        )
+        pool = "u8" if fp8 else dtype
         common = {
             "p_q": f"*{dtype}",
-            "p_window": f"*{dtype}",
+            "p_window": f"*{pool}",
             "p_window_rows": "*i64",
-            "p_compressed": f"*{dtype}",
+            "p_compressed": f"*{pool}",
             "p_compressed_rows": "*i64",
             "p_sink": "*fp32",
             "window_length": "i32:16",
@@ -93,12 +100,13 @@ def attention_cases() -> tuple[Case, ...]:
             "stride_compressed": "i64:16",
             "scale": "fp32",
         }
-        shape = {"H": heads, "D": 512}
+        shape = {"H": heads, "D": 512, "P": 32 if fp8 else 0, "FP8_GROUP": GROUP if fp8 else 0}
+        shape["BLOCK_P"] = 64 if fp8 else 0
         whole = (common | {"p_out": f"*{dtype}"}, shape | uncut.kernel | {"p_mass": None, "SPLIT": False})
         split = (common | {"p_out": "*fp32", "p_mass": "*fp32"}, shape | cut.kernel | {"SPLIT": True})
         cases += [
             Case(
-                name=f"attention/{dtype}_heads{heads}_{name}",
+                name=f"attention/{dtype}{'_fp8' if fp8 else ''}_heads{heads}_{name}",
                 kernel=attention.sparse_attention_kernel,
                 signature=types,
                 constexprs=values,
@@ -184,25 +192,24 @@ def compress_cases() -> tuple[Case, ...]:
         "eps": "fp32",
     }
     finish = {"p_weight": "*fp32", "p_cos": "*fp32", "p_sin": "*fp32", "p_out_rows": "*i64"}
+    packed = {"p_out": "*u8"}
     cases = []
     for name, width, tokens, overlap in (("csa", 512, 8, True), ("hca", 512, 128, False), ("index", 128, 8, True)):
         shape = {"K": tokens, "E": width, "OVERLAP": overlap, **compress.pool_config(width)}
-        cases.append(
+        entries = shape | {"P": 32, "DTYPE": tl.bfloat16, "FP8_GROUP": 0}
+        pooled = shape | {"P": 0, "DTYPE": tl.float32, "FP8_GROUP": 0} | dict.fromkeys(finish)
+        forms = {
+            "entries": (signature | finish, entries),
+            "pool": (signature | {"p_out": "*fp32"}, pooled),
+            "entries_fp8": (signature | finish | packed, entries | {"FP8_GROUP": GROUP}),
+        }
+        cases += [
             Case(
-                name=f"compress/{name}_entries",
-                kernel=compress.pool_windows_kernel,
-                signature=signature | finish,
-                constexprs=shape | {"P": 32},
+                name=f"compress/{name}_{form}", kernel=compress.pool_windows_kernel, signature=types, constexprs=values
             )
-        )
-        cases.append(
-            Case(
-                name=f"compress/{name}_pool",
-                kernel=compress.pool_windows_kernel,
-                signature=signature | {"p_out": "*fp32"},
-                constexprs=shape | {"P": 0} | dict.fromkeys(finish),
-            )
-        )
+            for form, (types, values) in forms.items()
+            if name != "index" or form != "entries_fp8"
+        ]
     return tuple(cases)
 
 

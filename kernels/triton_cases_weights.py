@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import triton
 
 from compressed_spec.kernels.expert_tiles_triton import expert_tiles_config, expert_tiles_kernel
-from compressed_spec.kernels.fp4_experts_triton import down_kernel, fp4_experts_config, gate_up_kernel
 from compressed_spec.kernels.fp8_linear_triton import fp8_linear_config, fp8_linear_kernel
 from compressed_spec.kernels.route_triton import SWIGLU_BLOCK, route_kernel, swiglu_kernel
+from compressed_spec.kernels.stored_experts import StoredFormat
+from compressed_spec.kernels.stored_experts_triton import FORMATS, down_kernel, experts_config, gate_up_kernel
 from compressed_spec.kernels.sum_parts_triton import SUM_BLOCK, sum_parts_kernel
 from compressed_spec.kernels.triton_compile import Case
 
@@ -44,7 +45,7 @@ NUM_CHOSEN = 6
 
 
 def weight_cases() -> tuple[Case, ...]:
-    """FP8 products, and FP4 experts with the sorting before and the sum after them."""
+    """FP8 products, and experts in every format with the sorting before and the sum after them."""
     activation = Case(
         name="swiglu",
         kernel=swiglu_kernel,
@@ -83,37 +84,42 @@ def _fp8(model: Widths) -> Iterator[Case]:
 
 def _experts(model: Widths) -> Iterator[Case]:
     lists = {"p_order": "*i32", "p_expert": "*i32", "p_first": "*i32", "p_end": "*i32"}
-    weights = {"p_words": "*u32", "p_scale": "*u8"}
     dims = {"D": model.hidden, "F": model.inner}
     for num_pairs in (48, 32 * model.experts):
-        config = fp4_experts_config(num_pairs, model.experts)
+        config = experts_config(num_pairs, model.experts, StoredFormat.FP4)
         yield Case(
             name=f"expert_tiles/{model.name}/rows{config['ROWS']}",
             kernel=expert_tiles_kernel,
             signature={"p_experts": "*i64", **lists, "num_pairs": "i32", "num_tiles": "i32"},
             constexprs=expert_tiles_config(model.experts, config["ROWS"]),
         )
-        yield Case(
-            name=f"fp4_experts/{model.name}/gate_up/rows{config['ROWS']}",
-            kernel=gate_up_kernel,
-            signature={
-                **lists,
-                **weights,
-                "p_x": "*bf16",
-                "p_weights": "*fp32",
-                "p_hidden": "*bf16",
-                "limit": "fp32",
-            },
-            constexprs={"num_chosen": NUM_CHOSEN, **dims, **config},
-            tensor_cores=True,
-        )
-        yield Case(
-            name=f"fp4_experts/{model.name}/down/rows{config['ROWS']}",
-            kernel=down_kernel,
-            signature={**lists, **weights, "p_hidden": "*bf16", "p_choice": "*fp32"},
-            constexprs={**dims, **config},
-            tensor_cores=True,
-        )
+        for name, scale, form in (
+            ("fp4", "*u8", StoredFormat.FP4),
+            ("fp8_e8m0", "*u8", StoredFormat.FP8),
+            ("fp8_f32", "*fp32", StoredFormat.FP8),
+            ("bf16", None, StoredFormat.PLAIN),
+        ):
+            block = 128 if form is StoredFormat.FP8 else 1
+            config = experts_config(num_pairs, model.experts, form, block)
+            values = dims | {"FORMAT": FORMATS[form], "BLOCK_OUT": block, "BLOCK_IN": block, **config}
+            weights = {"p_stored": "*bf16" if scale is None else "*u32"} | ({} if scale is None else {"p_scale": scale})
+            values |= {"p_scale": None} if scale is None else {}
+            yield Case(
+                name=f"{name}_experts/{model.name}/gate_up/rows{config['ROWS']}",
+                kernel=gate_up_kernel,
+                signature=lists
+                | weights
+                | {"p_x": "*bf16", "p_weights": "*fp32", "p_hidden": "*bf16", "limit": "fp32"},
+                constexprs=values | {"num_chosen": NUM_CHOSEN},
+                tensor_cores=True,
+            )
+            yield Case(
+                name=f"{name}_experts/{model.name}/down/rows{config['ROWS']}",
+                kernel=down_kernel,
+                signature=lists | weights | {"p_hidden": "*bf16", "p_choice": "*fp32"},
+                constexprs=values,
+                tensor_cores=True,
+            )
     routing = {"p_logits": "*fp32", "p_experts": "*i64", "p_weights": "*fp32", "p_tokens": "*i64", "scaling": "fp32"}
     blocks = {"E": model.experts, "K": NUM_CHOSEN, "BLOCK_E": triton.next_power_of_2(model.experts), "BLOCK_K": 8}
     for name, given, absent in (("score", {"p_bias": "*fp32"}, "p_table"), ("table", {"p_table": "*i64"}, "p_bias")):

@@ -1,8 +1,9 @@
 """Check and time everything on one GPU in under 5 minutes, without a network: `python scripts/gpu_check.py`.
 
-Kernels against float64, their bandwidth against the device's own copy, and verify steps of V4-Flash's first layers with
-random weights in the stored formats, beside transformers' implementation of the same layers. Writes JSON and prints
-tables; exits 1 if a kernel or the logits are further off than torch in the same precision, twice.
+Kernels against float64, their bandwidth against the device's own copy, texts of a small model by whole rounds (CUDA
+graphs) and by plain torch, and verify steps of V4-Flash's first layers with random weights in the stored formats,
+beside transformers' implementation of the same layers. Writes JSON and prints tables; exits 1 if a kernel or the logits
+are further off than torch in the same precision, twice, or if a text differs.
 `--dry-run` runs all of it small, in Triton's interpreter on a CPU.
 """
 
@@ -44,6 +45,7 @@ def main(*, dry_run: bool = False, output: Path = Path("gpu_check.json")) -> Non
     from compressed_spec.measure.gpu.random_flash import random_flash
     from compressed_spec.measure.gpu.scale import dry_scale, full_scale
     from compressed_spec.measure.gpu.steps import step_times
+    from compressed_spec.measure.gpu.texts import differing_texts
     from compressed_spec.measure.gpu.timing import copy_bandwidth
     from compressed_spec.models.deepseek_v4.quantized import quantized_kernels
 
@@ -62,6 +64,8 @@ def main(*, dry_run: bool = False, output: Path = Path("gpu_check.json")) -> Non
     compared = compare_with_transformers(scale, device)
     results["transformers"] = asdict(compared) | {"passed": compared.passed, "ratios": scale.oracle_ratios}
     done("transformers")
+    results["texts"] = differing_texts(device, max_new_tokens=6 if dry_run else 64)
+    done("texts")
     model = random_flash(scale.config(scale.ratios), scale.dtype, quantized_kernels(device), device)
     steps = step_times(model, scale, device, begun + SECONDS)
     results["steps"] = [asdict(one) | {"outside_experts": one.outside_experts} for one in steps]
@@ -73,8 +77,9 @@ def main(*, dry_run: bool = False, output: Path = Path("gpu_check.json")) -> Non
     _show(results)
     failed = [one["op"] for one in results["parity"] if not one["passed"]]
     failed += [] if compared.passed else ["transformers"]
+    failed += [f"texts of {name}" for name, differing in results["texts"].items() if differing]
     if failed:
-        sys.exit(f"gpu_check.py: further off than twice torch's own error: {', '.join(failed)}")
+        sys.exit(f"gpu_check.py: different, or further off than twice torch's own error: {', '.join(failed)}")
 
 
 def _environment(device: Any) -> dict[str, object]:
@@ -131,7 +136,7 @@ def _show(results: dict[str, Any]) -> None:
         for row in results[section]:
             table.add_row(*(f"{row[c]:.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns))
         console.print(table)
-    rest = {name: results[name] for name in ("environment", "copy_bandwidth", "transformers", "seconds")}
+    rest = {name: results[name] for name in ("environment", "copy_bandwidth", "transformers", "texts", "seconds")}
     console.print_json(json.dumps(rest))
     missing = results["steps_wanted"] - len(results["steps"])
     if missing:

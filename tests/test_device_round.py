@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from compressed_spec.cache import Cache
+from compressed_spec.device_trees import DeviceTrees, RoundInputs
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
-from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees
-from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
+from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 from compressed_spec.models.deepseek_v4.layer_ops import LayerOps, torch_ops, triton_ops
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind

@@ -25,6 +25,8 @@ def test_dry_run(tmp_path: Path) -> None:
     assert len({one["op"] for one in results["parity"]}) == len(results["parity"]) > 12
     assert results["transformers"]["passed"]
     assert results["transformers"]["scale"] > 1e-2
+    assert len(results["texts"]) == 4
+    assert not any(results["texts"].values())
     assert len(results["steps"]) == results["steps_wanted"]
     assert {one["form"] for one in results["steps"]} == {"chain", "tree"}
     assert {one["kernel"].split("/")[0] for one in results["kernels"]} >= {

@@ -6,10 +6,10 @@ from copy import deepcopy
 import pytest
 import torch
 
+from compressed_spec.device_trees import DeviceTrees, RoundInputs
 from compressed_spec.models.deepseek_v4 import graphs
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
-from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees
-from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
+from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 from compressed_spec.models.deepseek_v4.graphs import GraphedRounds, GraphKey, batch_bucket, length_bucket
 from compressed_spec.models.deepseek_v4.layer_ops import torch_ops
 from compressed_spec.testing.models import prefilled, random_model, random_text
@@ -30,7 +30,7 @@ def inputs(rows: list[int], seed: int) -> RoundInputs:
 
 def test_rounds_are_the_plain_ones() -> None:
     model = random_model((4, 8))
-    cache = prefilled(model, [random_text(n, seed=n) for n in (5, 9, 20)], max_length=64)
+    cache = prefilled(model, [random_text(n, seed=n) for n in (5, 9, 20, 7)], max_length=64)
     plain, graphed = (DeviceRound(DeviceForward(model, deepcopy(cache), torch_ops())) for _ in range(2))
     bodies: list[Callable[[], None]] = []
 
@@ -54,7 +54,9 @@ def test_rounds_are_the_plain_ones() -> None:
         for carried in (plain, graphed):
             carried.cache._lengths[:] = lengths
         assert_same_state(live_state(graphed.cache, row), live_state(plain.cache, row), f"row {row}")
-    assert rounds.keys == tuple(GraphKey(parents=tuple(FORM), num_trees=n, most_length=1024) for n in (4, 1))
+    assert rounds.keys == tuple(
+        GraphKey(form=tuple(FORM), drafted=False, num_trees=n, most_length=1024) for n in (4, 1)
+    )
     assert len(bodies) == 2
 
 
@@ -70,7 +72,7 @@ def test_other_lengths_and_forms_are_other_graphs() -> None:
             seeds_T=torch.zeros(len(form), dtype=torch.int64),
         )
         rounds(form, given, length)
-    assert [(len(key.parents), key.most_length) for key in rounds.keys] == [(1, 1024), (1, 2048), (2, 1024)]
+    assert [(len(key.form), key.most_length) for key in rounds.keys] == [(1, 1024), (1, 2048), (2, 1024)]
 
 
 def test_buckets() -> None:

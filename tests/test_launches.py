@@ -5,11 +5,12 @@ from collections import Counter
 import pytest
 import torch
 
+from compressed_spec.device_trees import DeviceTrees, RoundInputs
 from compressed_spec.measure.gpu.random_flash import filled_cache, random_flash
 from compressed_spec.measure.gpu.scale import dry_scale
 from compressed_spec.models.deepseek_v4.device_forward import KERNELS_A_LAYER, DeviceForward
-from compressed_spec.models.deepseek_v4.device_plan import KERNELS_A_PLAN, DeviceTrees
-from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
+from compressed_spec.models.deepseek_v4.device_plan import KERNELS_A_PLAN
+from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 from compressed_spec.models.deepseek_v4.layer_ops import triton_ops
 from compressed_spec.models.deepseek_v4.quantized import triton_kernels
 from compressed_spec.testing.launches import count_launches

@@ -26,6 +26,7 @@ LAYERS = (
         "layer_scratch",
         "ahead",
         "cache",
+        "device_trees",
         "parallel",
         "watch",
         "launch",
@@ -35,7 +36,7 @@ LAYERS = (
     {"models"},
     {"noise", "sampling_params", "processors", "sampling", "stats"},
     {"verifying", "drafting", "shaping"},
-    {"accepting", "proposing", "decode"},
+    {"accepting", "requests", "proposing", "whole", "decode"},
     {
         "stopping",
         "prefix",

@@ -79,6 +79,8 @@ class GenerateCommand:
     """Where to run, such as "cpu" or "cuda"; under torchrun each process takes a GPU of its own."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """Of weights, activations and KV."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Of KV and compressed entries: as --dtype, or packed, in about half of bfloat16's memory."""
     numerics: Literal["fast", "invariant"] = "fast"
     """"invariant": bit for bit the same with speculation or without (CPU)."""
     compile: bool = False
@@ -119,6 +121,7 @@ class GenerateCommand:
             device=run.process.device(self.device),
             dtype=self.dtype,
             numerics=self.numerics,
+            kv_dtype=self.kv_dtype,
             compile=self.compile,
             progress=run.process.is_first,
             group=run.group,

@@ -93,7 +93,7 @@ class DSparkDrafter(StatelessDrafter):
         require_head(model, "dspark")
         if not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold is a probability below 1, got {confidence_threshold}.")
-        self._model, self._threshold = model, confidence_threshold
+        self._model, self.confidence_threshold = model, confidence_threshold
 
     @torch.no_grad()
     def propose_sampled(self, request: DraftRequest, coins: Sequence[Coins]) -> list[DraftTree]:
@@ -106,7 +106,7 @@ class DSparkDrafter(StatelessDrafter):
 
         With a topology instead: its positions, by rank, as deep as the block is long.
         """
-        steps, num_steps = BlockSteps(self._model, request, self._threshold), self._num_steps(request)
+        steps, num_steps = BlockSteps(self._model, request, self.confidence_threshold), self._num_steps(request)
         if request.topology is not None:
             return ranked_trees(steps, request, request.topology.limited(num_steps))
         return best_first_trees(steps, request, num_steps=num_steps, width=request.shape.num_nodes - 1)

@@ -75,13 +75,21 @@ def random_model(
     draft_head: DraftHeadKind = DraftHeadKind.MTP,
     num_draft_layers: int = 1,
     numerics: str = "fast",
+    fp8_rows: bool = False,
     **overrides: object,
 ) -> DeepseekV4:
     """A model of `tiny_config`, every parameter random and none of them trivial; a function of the arguments alone."""
     if draft_head is DraftHeadKind.DSPARK:
         overrides = DSPARK_KEYS | overrides
     config = parse_config(tiny_config(compress_ratios, **overrides))
-    model = DeepseekV4(config, draft_head=draft_head, num_draft_layers=num_draft_layers, dtype=dtype, numerics=numerics)
+    model = DeepseekV4(
+        config,
+        draft_head=draft_head,
+        num_draft_layers=num_draft_layers,
+        dtype=dtype,
+        numerics=numerics,
+        fp8_rows=fp8_rows,
+    )
     for name, tensor in model.state_dict().items():
         tensor.copy_(random_tensor(name, tuple(tensor.shape), config, seed))
     return model.eval().requires_grad_(False)

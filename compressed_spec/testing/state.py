@@ -39,7 +39,7 @@ def poison(cache: Cache) -> None:
         live = [i for row, length in enumerate(cache.lengths) for i in live_rows(pool, row, length)]
         dead_R = torch.ones(rows_LRD.shape[1], dtype=torch.bool, device=rows_LRD.device)
         dead_R[live] = False
-        rows_LRD[:, dead_R] = float("nan")
+        rows_LRD[:, dead_R] = 255 if pool.packed else float("nan")
 
 
 def raw_bytes(cache: Cache, row: int) -> dict[str, bytes]:

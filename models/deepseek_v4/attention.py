@@ -87,7 +87,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.compressed_layer, self.group = layer, compressed_layer, group
         self.num_heads, self.groups = group.part(config.num_attention_heads), group.part(config.o_groups)
-        self.head_dim = config.head_dim
+        self.head_dim, self.rope_dim = config.head_dim, config.qk_rope_head_dim
         self.eps, self.numerics = config.rms_norm_eps, precision.numerics
         heads_dim = self.num_heads * self.head_dim
         self.attn_sink = nn.Parameter(torch.empty(self.num_heads, dtype=precision.wide))
@@ -173,8 +173,9 @@ class Attention(nn.Module):
             listed.entries_RE,
             listed.entry_rows_TK,
             self.attn_sink,
+            self.rope_dim,
         )
         undo = rotation.inverse
         o_TGD = apply_rope(o_THD, undo.cos_NP, undo.sin_NP).flatten(1).unflatten(-1, (self.groups, -1))
-        low_TGR = self.numerics.grouped_linear(o_TGD, self.wo_a.weight.unflatten(0, (self.groups, -1)))
+        low_TGR = self.wo_a.grouped(o_TGD)
         return self.group.all_reduce(self.wo_b(low_TGR.flatten(1)))

@@ -52,7 +52,7 @@ class Compressor(nn.Module):
         self, config: DeepseekV4Config, comp: Compression, width: int, lane: str, precision: Precision
     ) -> None:
         super().__init__()
-        self.overlap, self.rope_dim = comp.overlap, config.qk_rope_head_dim
+        self.overlap, self.rope_dim, self.compression = comp.overlap, config.qk_rope_head_dim, comp.name
         self.buffer_pool, self.entry_pool = (
             f"{lane}buffer.{comp.name}",
             f"index_kv.{comp.name}" if lane else f"compressed_kv.{comp.name}",

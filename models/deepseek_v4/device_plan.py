@@ -3,15 +3,15 @@
 T = nodes, B = trees
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from compressed_spec.device_trees import DeviceTrees
 from compressed_spec.layout import CacheShape, Compression, StateSpec
 from compressed_spec.rows import CompressionPlan, Reach
-from compressed_spec.tree import TokenTree
 
 if TYPE_CHECKING:
     from compressed_spec.kernels.row_plan_triton import NodeTable
@@ -19,51 +19,6 @@ if TYPE_CHECKING:
 
 # Kernels that a plan launches for a model with CSA, whose entries are chosen, and HCA: see tests/test_launches.py.
 KERNELS_A_PLAN = 11
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceTrees:
-    """The form of one tree a sequence, flat; a node's slot is its index. All tensors int64.
-
-    parents_T: flat indices, -1 for roots. tree_T: a node's tree. first_B1: first node of each tree, and T. longest:
-    nodes of the longest path. most_nodes: of a tree. num_closing: most nodes that close a window at once, by
-    compression.
-    """
-
-    parents_T: torch.Tensor
-    tree_T: torch.Tensor
-    slot_T: torch.Tensor
-    first_B1: torch.Tensor
-    longest: int
-    most_nodes: int
-    num_closing: Mapping[str, int]
-
-    @classmethod
-    def of(cls, parents: Sequence[Sequence[int]], spec: StateSpec, device: torch.device) -> "DeviceTrees":
-        """Trees given by their parents, as a TokenTree's."""
-        depths = [TokenTree(tokens=[0] * len(tree), parents=tree).depths for tree in parents]
-        firsts = [sum(map(len, parents[:i])) for i in range(len(parents) + 1)]
-        flat = [-1 if p < 0 else first + p for first, tree in zip(firsts, parents, strict=False) for p in tree]
-
-        def tensor(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        return cls(
-            parents_T=tensor(flat),
-            tree_T=tensor([i for i, tree in enumerate(parents) for _ in tree]),
-            slot_T=tensor(range(len(flat))),
-            first_B1=tensor(firsts),
-            longest=max(map(max, depths)) + 1,
-            most_nodes=max(map(len, parents)),
-            num_closing={
-                comp.name: sum(most_closing(tree, comp.ratio) for tree in depths) for comp in spec.compressions
-            },
-        )
-
-
-def most_closing(depths: Sequence[int], ratio: int) -> int:
-    """Nodes of a tree that close a window of `ratio` at once, at most, whatever the length that it grows from."""
-    return max(sum(depth % ratio == phase for depth in depths) for phase in range(ratio))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,41 +3,16 @@
 T = nodes, B = trees, A = longest path
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from compressed_spec.cache import Cache
+from compressed_spec.device_trees import DeviceTrees, RoundInputs, RoundOutputs
 from compressed_spec.kernels.commit import ENTRIES, RING, SINGLE, Lane, lane_table
 from compressed_spec.layout import Addressing, StateSpec, pool_specs
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
-from compressed_spec.models.deepseek_v4.device_plan import DevicePlan, DeviceTrees, make_device_plan
+from compressed_spec.models.deepseek_v4.device_plan import DevicePlan, make_device_plan
 
 _KINDS = {Addressing.RING: RING, Addressing.ENTRIES: ENTRIES, Addressing.SINGLE: SINGLE}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundInputs:
-    """rows_B: batch row that each tree grows from, -1 for a tree that only fills up the batch and changes nothing.
-    tokens_T: the trees' tokens. temperature_T (float64), seeds_T: of the token after each node. The others are int64.
-    """
-
-    rows_B: torch.Tensor
-    tokens_T: torch.Tensor
-    temperature_T: torch.Tensor
-    seeds_T: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOutputs:
-    """path_BA: accepted nodes, flat, root first, -1 after the last. count_B: how many. next_token_B: what follows them,
-    -1 where the logits had no best token. logits_TV: of every node. Trees that only fill up have no path.
-    """
-
-    path_BA: torch.Tensor
-    count_B: torch.Tensor
-    next_token_B: torch.Tensor
-    logits_TV: torch.Tensor
 
 
 class DeviceRound:
@@ -88,7 +63,13 @@ class DeviceRound:
         count_B = walk.count_B.masked_fill(inputs.rows_B < 0, 0)
         self.commit(plan, trees, path_BA)
         self.lengths_B.index_add_(0, inputs.rows_B.clamp(min=0), count_B)
-        return RoundOutputs(path_BA=path_BA, count_B=count_B, next_token_B=walk.next_token_B, logits_TV=logits_TV)
+        return RoundOutputs(
+            path_BA=path_BA,
+            token_BA=inputs.tokens_T[path_BA.clamp(min=0)],
+            count_B=count_B,
+            next_token_B=walk.next_token_B,
+            logits_TV=logits_TV,
+        )
 
     def plan(self, trees: DeviceTrees, inputs: RoundInputs, most_length: int) -> DevicePlan:
         """The plan of the next round."""

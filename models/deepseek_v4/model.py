@@ -8,7 +8,9 @@ from collections import Counter
 import torch
 from torch import nn
 
-from compressed_spec.cache import Scratch
+from compressed_spec.cache import Cache, Scratch
+from compressed_spec.device_trees import DeviceRounds
+from compressed_spec.kernels.commit import MoveRows
 from compressed_spec.kernels.numerics import numerics_named
 from compressed_spec.layout import Compression, StateSpec
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
@@ -18,12 +20,13 @@ from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 from compressed_spec.models.deepseek_v4.dspark import DSparkHead
 from compressed_spec.models.deepseek_v4.embedding import VocabularyEmbedding
 from compressed_spec.models.deepseek_v4.few import FewNodes
+from compressed_spec.models.deepseek_v4.layer_path import LayerPath
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm, Precision
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.models.deepseek_v4.parallel_plan import check_size
 from compressed_spec.models.deepseek_v4.rope import rope_frequencies, rotation
-from compressed_spec.models.deepseek_v4.state import state_spec
+from compressed_spec.models.deepseek_v4.state import check_packable, state_spec
 from compressed_spec.parallel import ALONE, ParallelGroup
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
@@ -34,9 +37,10 @@ class DeepseekV4(TargetModel, HyperConnected):
     """The whole model, or one process's part of it; parameters carry the upstream names, with experts stacked.
 
     draft_head, num_draft_layers: which head it has (`mtp`), and blocks of it (MTP: one). dtype: of matrices,
-    activations and KV. numerics: "fast", or "invariant" (see `kernels.numerics`). group: the processes that share it
-    (see `parallel_plan`). Raises ValueError for a DSpark head without the dspark_* keys in the config, and for a number
-    of processes that cannot share it.
+    activations and KV. numerics: "fast", or "invariant" (see `kernels.numerics`). fp8_rows: keep KV and entries packed
+    (see `kernels.fp8_rows`). group: the processes that share it (see `parallel_plan`). Raises ValueError for a DSpark
+    head without the dspark_* keys in the config, for rows that cannot be packed, and for a number of processes that
+    cannot share it.
     """
 
     def __init__(
@@ -47,10 +51,13 @@ class DeepseekV4(TargetModel, HyperConnected):
         num_draft_layers: int = 1,
         dtype: torch.dtype,
         numerics: str = "fast",
+        fp8_rows: bool = False,
         group: ParallelGroup = ALONE,
     ) -> None:
         check_size(config, group.size)
-        super().__init__(config, Precision(dtype=dtype, numerics=numerics_named(numerics)))
+        if fp8_rows:
+            check_packable(config)
+        super().__init__(config, Precision(dtype=dtype, numerics=numerics_named(numerics), fp8_rows=fp8_rows))
         self.draft_head, self.group = draft_head, group
         self.vocab_size, self.max_position_embeddings = config.vocab_size, config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
@@ -65,6 +72,7 @@ class DeepseekV4(TargetModel, HyperConnected):
         kinds = [compression_of(config, spec) for spec in config.layers]
         self.kinds = tuple(None if kind is None else kind.name for kind in kinds)
         self.few: FewNodes | None = None  # for small rounds, where there is one
+        self.path: LayerPath | None = None  # for all rounds, where there is one
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, self.precision)
         self.head = Linear(config.hidden_size, group.part(config.vocab_size), self.precision)
         self.add_site("head")
@@ -104,6 +112,12 @@ class DeepseekV4(TargetModel, HyperConnected):
             self.config, draft_head=self.draft_head, num_draft_layers=len(self.mtp), precision=self.precision
         )
 
+    def row_mover(self) -> MoveRows | None:
+        return None if self.path is None else self.path.row_mover()
+
+    def device_rounds(self, cache: Cache) -> DeviceRounds | None:
+        return None if self.path is None else self.path.rounds(cache)
+
     @property
     def layers_read_by_head(self) -> tuple[int, ...]:
         """Layers whose streams the draft head reads."""
@@ -119,6 +133,8 @@ class DeepseekV4(TargetModel, HyperConnected):
         return LayerStreams(num_layers=0, streams={-1: streams_TMD.contiguous()})
 
     def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
+        if self.path is not None and scratch.in_place:
+            return self.path.advance(plan, scratch, before, num_layers)
         if self.few is not None and self.few.takes(plan):
             return self.few.advance(plan, scratch, before, num_layers)
         main = rotation(self.get_buffer("rope_main"), plan.position_T)
@@ -148,6 +164,9 @@ class DeepseekV4(TargetModel, HyperConnected):
         return LayerStreams(num_layers=num_layers, streams=kept | {num_layers - 1: streams_TMD})
 
     def finish(self, plan: RowPlan, scratch: Scratch, after: LayerStreams) -> torch.Tensor:
+        if self.path is not None and scratch.in_place:
+            self.path.finish(plan, scratch, after)
+            return after.newest
         streams_TMD, mtp, dspark = after.newest, self.mtp_head, self.dspark_head
         if dspark is not None:
             main = rotation(self.get_buffer("rope_main"), plan.position_T)
@@ -177,6 +196,8 @@ class DeepseekV4(TargetModel, HyperConnected):
     def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         head = self.mtp_head
         assert head is not None, "this model has no MTP head"
+        if self.path is not None:
+            return self.path.draft_step(step, scratch)
         if self.few is not None and self.few.takes_nodes(len(step.tokens_N)):
             return self.few.draft_step(step, scratch)
         here = AttentionRound(
@@ -210,7 +231,10 @@ class DeepseekV4(TargetModel, HyperConnected):
             first=0,
             compression=None,
         )
-        hidden_ND = head.hidden(self.embed(tokens_N), tokens_N, here)
+        if self.path is not None:
+            hidden_ND = self.path.draft_hidden(tokens_N, block, scratch)
+        else:
+            hidden_ND = head.hidden(self.embed(tokens_N), tokens_N, here)
         logits_NV = self._project(head.stages[-1].norm(hidden_ND))
         places = (len(block.roots_B), -1)
         return BlockDraft(hidden_BSD=hidden_ND.unflatten(0, places), logits_BSV=logits_NV.unflatten(0, places))

@@ -19,11 +19,12 @@ from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
 class Precision:
     """`dtype` of matrices, activations and KV; `wide` of norms, mixing weights, gates, compressors and softmaxes.
 
-    numerics: how the operations are carried out.
+    numerics: how the operations are carried out. fp8_rows: whether KV and entries are kept packed (`kernels.fp8_rows`).
     """
 
     dtype: torch.dtype
     numerics: Numerics = field(default_factory=partial(numerics_named, "fast"))
+    fp8_rows: bool = False
 
     @property
     def wide(self) -> torch.dtype:
@@ -51,6 +52,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.numerics.linear(x, self.weight)
+
+    def grouped(self, x_TGD: torch.Tensor) -> torch.Tensor:
+        """One product a group `[T, G, O / G]`: the matrix' rows are the groups', one after the other."""
+        return self.numerics.grouped_linear(x_TGD, self.weight.unflatten(0, (x_TGD.shape[1], -1)))
 
 
 class HyperConnected(nn.Module):

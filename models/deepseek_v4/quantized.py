@@ -1,7 +1,6 @@
 """Modules that keep FP8 and FP4 weights as they are stored; the products decode them.
 
-They take the place of a model's own where the checkpoint has such tensors. `wo_a` is left out, because attention uses
-it by group; upstream keeps it in BF16 as well.
+They take the place of a model's own where the checkpoint has such tensors.
 
 T = nodes, D = model width, E = experts, F = expert width, O = output width, I = input width
 """
@@ -14,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from compressed_spec.kernels.dequantize import FP4_GROUP
-from compressed_spec.kernels.fp4_experts import PackedExperts, fp4_experts
-from compressed_spec.kernels.fp8_linear import FP8Weight, fp8_linear
+from compressed_spec.kernels.fp8_linear import FP8Weight, fp8_grouped_linear, fp8_linear
 from compressed_spec.kernels.moe import Routing, swiglu
 from compressed_spec.kernels.numerics import numerics_named
-from compressed_spec.models.deepseek_v4.block import Gate, MoE
+from compressed_spec.kernels.stored_experts import StoredExperts, stored_experts
+from compressed_spec.models.deepseek_v4.block import Experts, Gate, MoE
 from compressed_spec.models.deepseek_v4.modules import Linear
 from compressed_spec.models.deepseek_v4.weight_plan import Piece, StorageFormat
 
@@ -27,24 +26,29 @@ _E8M0_MOST = 128  # the largest scale byte that a bfloat16 product takes: a scal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedKernels:
-    """Products over stored weights (see `kernels.fp8_linear` and `kernels.fp4_experts`), and what lies between them:
+    """Products over stored weights (see `kernels.fp8_linear` and `kernels.stored_experts`), and what lies between them:
     the router, and the activation of the shared expert.
     """
 
     linear: Callable[[torch.Tensor, FP8Weight], torch.Tensor]
-    experts: Callable[[torch.Tensor, Routing, PackedExperts, float, torch.Tensor], torch.Tensor]
+    grouped: Callable[[torch.Tensor, FP8Weight], torch.Tensor]
+    experts: Callable[[torch.Tensor, Routing, StoredExperts, float, torch.Tensor], torch.Tensor]
     route: Callable[[Gate, torch.Tensor, torch.Tensor], Routing]
     swiglu: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def quantized_kernels(device: torch.device) -> QuantizedKernels:
     """Triton's on a GPU, plain torch elsewhere."""
-    if device.type == "cuda":
-        return triton_kernels()
+    return triton_kernels() if device.type == "cuda" else torch_kernels()
+
+
+def torch_kernels() -> QuantizedKernels:
+    """Plain torch."""
     fast = numerics_named("fast")
     return QuantizedKernels(
         linear=fp8_linear,
-        experts=fp4_experts,
+        grouped=fp8_grouped_linear,
+        experts=stored_experts,
         route=lambda gate, x_TD, tokens_T: gate(x_TD, tokens_T),
         swiglu=lambda gate, up, limit: swiglu(gate, up, limit, fast),
     )
@@ -52,7 +56,7 @@ def quantized_kernels(device: torch.device) -> QuantizedKernels:
 
 def triton_kernels() -> QuantizedKernels:
     """Triton's, for a GPU or its interpreter."""
-    from compressed_spec.kernels import fp4_experts_triton, fp8_linear_triton, route_triton
+    from compressed_spec.kernels import fp8_linear_triton, route_triton, stored_experts_triton
 
     def route(gate: Gate, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> Routing:
         return route_triton.route(
@@ -66,7 +70,8 @@ def triton_kernels() -> QuantizedKernels:
 
     return QuantizedKernels(
         linear=fp8_linear_triton.fp8_linear,
-        experts=fp4_experts_triton.fp4_experts,
+        grouped=fp8_linear_triton.fp8_grouped_linear,
+        experts=stored_experts_triton.stored_experts,
         route=route,
         swiglu=route_triton.swiglu,
     )
@@ -99,32 +104,45 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernels.linear(x, self.stored)
 
+    def grouped(self, x_TGD: torch.Tensor) -> torch.Tensor:
+        """See `Linear.grouped`."""
+        return self.kernels.grouped(x_TGD, self.stored)
+
 
 class QuantizedExperts(nn.Module):
-    """A layer's experts, stacked, packed FP4: buffers `w13`, `w2` int8 and `w13_scale`, `w2_scale` E8M0."""
+    """A layer's experts, stacked, as in `StoredExperts`: buffers `w13`, `w2` and their scales."""
 
-    def __init__(self, num: int, width: int, inner: int, device: torch.device) -> None:
+    def __init__(self, like: Experts, block: tuple[int, int] | None, scale_dtype: torch.dtype) -> None:
         super().__init__()
-        for name, rows, cols in (("w13", 2 * inner, width), ("w2", width, inner)):
-            codes = torch.empty((num, rows, cols // 2), dtype=torch.int8, device=device)
-            scale = torch.empty((num, rows, cols // FP4_GROUP), dtype=torch.float8_e8m0fnu, device=device)
+        self.block = block
+        (num, width, inner), device = like.w2.shape, like.w2.device
+        # Gate and up have blocks of their own.
+        for name, halves, rows, cols in (("w13", 2, inner, width), ("w2", 1, width, inner)):
+            if block is None:
+                codes = torch.empty((num, halves * rows, cols // 2), dtype=torch.int8, device=device)
+                grid = (halves * rows, cols // FP4_GROUP)
+            else:
+                codes = torch.empty((num, halves * rows, cols), dtype=torch.float8_e4m3fn, device=device)
+                grid = (halves * -(-rows // block[0]), -(-cols // block[1]))
             self.register_buffer(name, codes)
-            self.register_buffer(f"{name}_scale", scale)
+            self.register_buffer(f"{name}_scale", torch.empty((num, *grid), dtype=scale_dtype, device=device))
 
     @property
-    def packed(self) -> PackedExperts:
-        return PackedExperts(**{name: self.get_buffer(name) for name in ("w13", "w13_scale", "w2", "w2_scale")})
+    def packed(self) -> StoredExperts:
+        buffers = {name: self.get_buffer(name) for name in ("w13", "w13_scale", "w2", "w2_scale")}
+        return StoredExperts(**buffers, block=self.block)
 
 
 class QuantizedMoE(nn.Module):
     """A mixture of experts, its routed experts packed; gate and shared expert are the original's."""
 
-    def __init__(self, like: MoE, kernels: QuantizedKernels) -> None:
+    def __init__(
+        self, like: MoE, block: tuple[int, int] | None, scale_dtype: torch.dtype, kernels: QuantizedKernels
+    ) -> None:
         super().__init__()
         self.limit, self.kernels = like.limit, kernels
         self.gate, self.shared_experts = like.gate, like.shared_experts
-        num, width, inner = like.experts.w2.shape
-        self.experts = QuantizedExperts(num, width, inner, like.experts.w2.device)
+        self.experts = QuantizedExperts(like.experts, block, scale_dtype)
 
     def route(self, x_TD: torch.Tensor, tokens_T: torch.Tensor) -> Routing:
         """Which experts each node takes."""
@@ -149,7 +167,7 @@ def quantize_modules(
     """
     stored = {}
     for name, module in list(model.named_modules()):
-        if isinstance(module, Linear) and not name.endswith(".wo_a"):
+        if isinstance(module, Linear):
             piece = sources[f"{name}.weight"][0]
             if piece.format is StorageFormat.FP8:
                 assert piece.block is not None
@@ -158,8 +176,12 @@ def quantize_modules(
                 stored[f"{name}.weight"] = StoredNames(codes=f"{name}.codes", scale=f"{name}.scale")
     # Shared experts may have been replaced within a layer's experts by now, so these are found afterwards.
     for name, module in list(model.named_modules()):
-        if isinstance(module, MoE) and all(_is_fp4(sources[f"{name}.experts.{stack}"]) for stack in ("w13", "w2")):
-            model.set_submodule(name, QuantizedMoE(module, kernels))
+        if not isinstance(module, MoE):
+            continue
+        pieces = [piece for stack in ("w13", "w2") for piece in sources[f"{name}.experts.{stack}"]]
+        first = pieces[0]
+        if first.scale is not None and all((p.format, p.block) == (first.format, first.block) for p in pieces):
+            model.set_submodule(name, QuantizedMoE(module, first.block, scale_dtype(first.scale), kernels))
             stored |= {
                 f"{name}.experts.{stack}": StoredNames(
                     codes=f"{name}.experts.{stack}", scale=f"{name}.experts.{stack}_scale"
@@ -167,10 +189,6 @@ def quantize_modules(
                 for stack in ("w13", "w2")
             }
     return stored
-
-
-def _is_fp4(pieces: tuple[Piece, ...]) -> bool:
-    return all(piece.format is StorageFormat.FP4 for piece in pieces)
 
 
 def check_fp4_scale(name: str, scale: torch.Tensor) -> None:
@@ -181,5 +199,11 @@ def check_fp4_scale(name: str, scale: torch.Tensor) -> None:
 
 def raw_regions(piece: Piece, codes: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
     """Where a piece's codes and scales go in a parameter's two buffers."""
-    for buffer in (codes, scale):
-        yield buffer if piece.expert is None else buffer[piece.expert, piece.row_start : piece.row_stop]
+    if piece.expert is None:
+        yield from (codes, scale)
+        return
+    yield codes[piece.expert, piece.row_start : piece.row_stop]
+    # Of FP4 every row has its scales; a block of FP8 rows begins anew with each piece.
+    rows = 1 if piece.block is None else piece.block[0]
+    first, count = -(-piece.row_start // rows), -(-(piece.row_stop - piece.row_start) // rows)
+    yield scale[piece.expert, first : first + count]

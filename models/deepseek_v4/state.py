@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+from compressed_spec.kernels.fp8_rows import GROUP
 from compressed_spec.layout import StateSpec
 from compressed_spec.models.deepseek_v4.compressor import compression_of
 from compressed_spec.models.deepseek_v4.config import DeepseekV4Config
@@ -29,4 +30,15 @@ def state_spec(
         model_dim=config.hidden_size,
         dtype=precision.dtype,
         buffer_dtype=precision.wide,
+        fp8_rotated=config.qk_rope_head_dim if precision.fp8_rows else None,
     )
+
+
+def check_packable(config: DeepseekV4Config) -> None:
+    """Raise ValueError unless the channels of KV that are not rotated are whole groups of an FP8 row."""
+    plain = config.head_dim - config.qk_rope_head_dim
+    if plain % GROUP:
+        raise ValueError(
+            f"kv_dtype='fp8' needs a multiple of {GROUP} channels that are not rotated, and head_dim minus "
+            f"qk_rope_head_dim is {plain}: leave it out."
+        )

@@ -11,10 +11,10 @@ from tqdm import tqdm
 from compressed_spec.kernels.dequantize import dequantize_fp4, dequantize_fp8
 from compressed_spec.models.deepseek_v4.checkpoint import Checkpoint, some_of
 from compressed_spec.models.deepseek_v4.quantized import (
+    QuantizedKernels,
     StoredNames,
     check_fp4_scale,
     quantize_modules,
-    quantized_kernels,
     raw_regions,
 )
 from compressed_spec.models.deepseek_v4.slices import Read, Region, reads_of
@@ -32,7 +32,7 @@ def load_weights(
     *,
     device: torch.device | str,
     progress: bool = True,
-    keep_quantized: bool = False,
+    quantized: QuantizedKernels | None = None,
     group: ParallelGroup = ALONE,
 ) -> None:
     """Replace every parameter and persistent buffer of `model` (meta or real) by the checkpoint's values on `device`.
@@ -40,8 +40,8 @@ def load_weights(
     group: the processes that share the model; only this one's slices are read. Quantised tensors are decoded in
     float32; each result is cast to the dtype that the model's parameter already has. Beside the model itself, memory
     holds one stored tensor's slice at a time. On the device "meta" everything is read and checked, and nothing kept.
-    keep_quantized: leave FP8 and FP4 weights as they are stored, in modules that take the place of the model's (which
-    must be on the meta device, of one process); see `quantized`.
+    quantized: leave FP8 and FP4 weights as they are stored, for these kernels, in modules that take the place of the
+    model's (which must be on the meta device, of one process); see the file of that name.
 
     Raises:
         ValueError: a tensor is missing, left over, mis-shaped, of a wrong dtype, or holds values that cannot be.
@@ -50,11 +50,10 @@ def load_weights(
     targets = model.state_dict()
     assert targets.keys() == plan.sources.keys(), f"names differ: {sorted(targets.keys() ^ plan.sources.keys())[:3]}"
     stored: dict[str, StoredNames] = {}
-    if keep_quantized:
+    if quantized is not None:
         assert group.size == 1, "packed weights are not cut"
-        kernels = quantized_kernels(torch.device(device))
         stored = quantize_modules(
-            model, plan.sources, lambda name: _SCALE_DTYPES[checkpoint.tensors[name].dtype], kernels
+            model, plan.sources, lambda name: _SCALE_DTYPES[checkpoint.tensors[name].dtype], quantized
         )
         targets = model.state_dict()
     reader = _Reader(checkpoint, torch.device(device))

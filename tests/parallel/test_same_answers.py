@@ -83,6 +83,13 @@ def test_more(folders: dict[str, Path], models: dict[str, DeepseekV4], count: in
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_two_processes_on_the_kernels_path(folders: dict[str, Path], models: dict[str, DeepseekV4]) -> None:
+    """The layers as a GPU runs them, with plain torch for the kernels."""
+    check(folders, models, answers(folders, 2, "--kernel-path"), every=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_groups_of_two(folders: dict[str, Path], models: dict[str, DeepseekV4]) -> None:
     """Each group is a model of its own; both answer alike."""
     found = answers(folders, 4, "--group-size", "2")

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from compressed_spec import generate, load_model
 from compressed_spec.launch import Process, join
+from compressed_spec.models.deepseek_v4.kernel_path import KernelPath
+from compressed_spec.models.deepseek_v4.layer_ops import torch_ops
 from compressed_spec.parallel import PeerError
 from compressed_spec.testing.parallel import logits_of, text_of, ways
 from compressed_spec.tree import TokenTree
@@ -20,12 +22,14 @@ def main() -> None:
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--every", action="store_true")
     parser.add_argument("--group-size", type=int)
+    parser.add_argument("--kernel-path", action="store_true")
     args = parser.parse_args()
     process = Process.from_environment()
     results: dict[str, Any] = {}
     with join(process, device="cpu", group_size=args.group_size) as run:
         for folder in args.folders:
             model = load_model(folder, group=run.group, progress=False)
+            model.path = KernelPath(model, torch_ops()) if args.kernel_path else None
             logits_TV = logits_of(model)
             run.group.check_same_bits("the logits", [logits_TV])
             texts: dict[str, Any] = {}

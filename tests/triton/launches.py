@@ -39,11 +39,12 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def launch_model(heads: int, width: int) -> None:
     """What depends on the model's size."""
     q, kv, rows, sink = empty(3, heads, 512), empty(900, 512), empty(3, 128, dtype=I64), empty(heads, dtype=FP32)
-    for processors in (1, 132):
-        for entries in (None, kv):
-            attention_triton.sparse_attention(
-                q, kv, rows, entries, empty(3, 700, dtype=I64), sink, num_processors=processors
-            )
+    for pool in (kv, empty(900, 592, dtype=U8)):
+        for processors in (1, 132):
+            for entries in (None, pool):
+                attention_triton.sparse_attention(
+                    q, pool, rows, entries, empty(3, 700, dtype=I64), sink, 64, num_processors=processors
+                )
     cos, weight = empty(3, 32, dtype=FP32), empty(512, dtype=FP32)
     norm_rope_triton.norm_rope(q, None, 1e-6, cos, cos)
     norm_rope_triton.norm_rope(empty(3, 1, 512), weight, 1e-6, cos, cos, out_NX=kv[:3])
@@ -66,9 +67,10 @@ def launch_entries() -> None:
         buffer, windows = empty(99, entry * (4 if overlap else 2), dtype=FP32), empty(2, tokens, dtype=I64)
         weight, cos, closing = empty(entry, dtype=FP32), empty(2, 32, dtype=FP32), empty(2, dtype=I64)
         compress_triton.pool_windows(buffer, windows, overlap=overlap)
-        compress_triton.pool_entries(
-            buffer, windows, weight, 1e-6, cos, cos, empty(99, entry), closing, overlap=overlap
-        )
+        for out in (empty(99, entry), empty(99, 592, dtype=U8))[: 1 if entry == 128 else 2]:
+            compress_triton.pool_entries(
+                buffer, windows, weight, 1e-6, cos, cos, out, closing, overlap=overlap, dtype=BF16
+            )
     q, weights, spans = empty(3, 64, 128, dtype=FP32), empty(3, 64, dtype=FP32), empty(2, 4, dtype=I64)
     extra, a_node = empty(3, 2, dtype=I64), empty(3, dtype=I64)
     scores = indexer_triton.index_scores(q, weights, empty(999, 128), spans, extra, 900)

@@ -34,7 +34,18 @@ def test_pooling() -> None:
     angle_CP, weight_E, out_rows_C = torch.randn(2, 2), torch.ones(8), torch.tensor([2, 0])
     outs = [torch.zeros(3, 8), far_apart(torch.zeros(3, 8))]
     for out_RE in outs:
-        pool_entries(near_RD, ROWS, weight_E, 1e-6, angle_CP, angle_CP, out_RE, out_rows_C, overlap=False)
+        pool_entries(
+            near_RD,
+            ROWS,
+            weight_E,
+            1e-6,
+            angle_CP,
+            angle_CP,
+            out_RE,
+            out_rows_C,
+            overlap=False,
+            dtype=torch.float32,
+        )
     assert torch.equal(*outs)
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from compressed_spec.kernels import attention
 from compressed_spec.kernels.attention_triton import runs_of, sparse_attention
+from compressed_spec.kernels.fp8_rows import decode_rows, encode_rows
 from compressed_spec.testing.exactness import assert_as_exact_as
 
 
@@ -71,6 +72,40 @@ def test_equals_the_reference(
         None if entries_RD is None else entries_RD.to(device),
         None if rows_TK is None else rows_TK.to(device),
         sink_H.to(device),
+        num_processors=processors,
+    )
+    assert_as_exact_as(ours.cpu(), plain, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("processors", [1, 64])
+@pytest.mark.parametrize(("width", "num_rotated"), [(72, 8), (144, 16)])
+def test_fp8_rows(width: int, num_rotated: int, processors: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Rows of every size, subnormal codes among them, and bytes that are no numbers where no list looks."""
+    q_THD, sink_H = torch.randn(3, 5, width, dtype=dtype), torch.randn(5)
+    lists, pools = [], []
+    for num_rows, length in ((40, 33), (90, 70)):
+        rows_TK = random_rows(num_rows, 3, length)
+        values_RD = torch.randn(num_rows, width) * torch.logspace(-3, 0.5, width)
+        packed_RB = encode_rows(values_RD, num_rotated)
+        unnamed = torch.ones(num_rows, dtype=torch.bool)
+        unnamed[rows_TK[rows_TK >= 0]] = False
+        packed_RB[unnamed] = 255
+        lists.append(rows_TK)
+        pools.append(packed_RB)
+    exact_pools = [decode_rows(pool_RB, width, num_rotated).double() for pool_RB in pools]
+    exact = attention.sparse_attention(
+        q_THD.double(), exact_pools[0], lists[0], exact_pools[1], lists[1], sink_H.double()
+    )
+    plain = attention.sparse_attention(q_THD, pools[0], lists[0], pools[1], lists[1], sink_H, num_rotated)
+    ours = sparse_attention(
+        q_THD.to(device),
+        pools[0].to(device),
+        lists[0].to(device),
+        pools[1].to(device),
+        lists[1].to(device),
+        sink_H.to(device),
+        num_rotated,
         num_processors=processors,
     )
     assert_as_exact_as(ours.cpu(), plain, exact)

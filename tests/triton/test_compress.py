@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from compressed_spec.kernels import compress, compress_triton
+from compressed_spec.kernels.fp8_rows import encode_rows, row_bytes
 from compressed_spec.kernels.norm import rms_norm
 from compressed_spec.kernels.rope import apply_rope
 from compressed_spec.testing.exactness import assert_as_exact_as
@@ -64,8 +65,34 @@ def test_entries_go_to_their_rows_and_to_no_others(
         out_RE,
         out_rows_C.to(device),
         overlap=overlap,
+        dtype=dtype,
     )
     closing = out_rows_C >= 0
     written = out_RE[out_rows_C[closing].to(device)].cpu()
     assert_as_exact_as(written, entries(dtype)[closing], entries(torch.float64)[closing])
     assert out_RE.isnan().all(1).sum() == 6
+
+
+def test_fp8_entries_are_the_packed_ones(device: torch.device) -> None:
+    """Bit for bit those of the entries in float32."""
+    width, num_rotated, rows_CK, angle_CP = 80, 16, windows(4, 8, 40).to(device), torch.randn(4, 8, device=device)
+    buffer_RD, weight_E = torch.randn(40, 4 * width, device=device), torch.randn(width, device=device)
+    out_rows_C = torch.tensor([7, -1, 0, 3], device=device)
+    plain_RE = torch.zeros((9, width), device=device)
+    packed_RB = torch.full((9, row_bytes(width, num_rotated)), 77, dtype=torch.uint8, device=device)
+    for out in (plain_RE, packed_RB):
+        compress_triton.pool_entries(
+            buffer_RD,
+            rows_CK,
+            weight_E,
+            1e-6,
+            angle_CP.cos(),
+            angle_CP.sin(),
+            out,
+            out_rows_C,
+            overlap=True,
+            dtype=torch.float32,
+        )
+    written = out_rows_C[out_rows_C >= 0]
+    assert torch.equal(packed_RB[written], encode_rows(plain_RE[written], num_rotated))
+    assert int((packed_RB == 77).all(1).sum()) == 6

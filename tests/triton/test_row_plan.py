@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compressed_spec.device_trees import most_closing
 from compressed_spec.kernels import row_plan_triton
 from compressed_spec.layout import CacheShape, Compression, StateSpec
-from compressed_spec.models.deepseek_v4.device_plan import most_closing
 from compressed_spec.rows import make_plan
 from compressed_spec.tree import TokenTree
 

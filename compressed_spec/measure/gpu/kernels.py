@@ -9,15 +9,15 @@ import torch
 from compressed_spec.kernels import (
     attention_triton,
     coupled_triton,
-    fp4_experts_triton,
     fp8_linear_triton,
     hyper_connection_triton,
     indexer_triton,
     norm_rope_triton,
+    stored_experts_triton,
 )
-from compressed_spec.kernels.fp4_experts import PackedExperts
 from compressed_spec.kernels.fp8_linear import FP8Weight
 from compressed_spec.kernels.moe import Routing
+from compressed_spec.kernels.stored_experts import StoredExperts
 from compressed_spec.measure.gpu.scale import Scale
 from compressed_spec.measure.gpu.timing import seconds
 
@@ -58,8 +58,8 @@ def kernel_times(scale: Scale, bandwidth: float, device: torch.device) -> Iterat
                 )
 
 
-def _bytes(*tensors: torch.Tensor) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _bytes(*tensors: torch.Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _fp8(scale: Scale, batch: int, size: int, device: torch.device) -> Iterator[_Work]:
@@ -98,7 +98,7 @@ def _experts(scale: Scale, batch: int, size: int, device: torch.device) -> Itera
     def scales(*shape: int) -> torch.Tensor:
         return torch.full(shape, 119, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
 
-    packed = PackedExperts(
+    packed = StoredExperts(
         w13=codes(num, 2 * inner, width // 2),
         w13_scale=scales(num, 2 * inner, width // 32),
         w2=codes(num, width, inner // 2),
@@ -112,7 +112,7 @@ def _experts(scale: Scale, batch: int, size: int, device: torch.device) -> Itera
         kernel="fp4_experts",
         nodes=nodes,
         num_bytes=int(picks_TK.unique().numel()) * one + nodes * width * (x_TD.element_size() + 4),
-        call=lambda: fp4_experts_triton.fp4_experts(x_TD, routing, packed, raw["swiglu_limit"]),
+        call=lambda: stored_experts_triton.stored_experts(x_TD, routing, packed, raw["swiglu_limit"]),
     )
 
 

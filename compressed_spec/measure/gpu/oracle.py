@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from compressed_spec.kernels.dequantize import dequantize_fp4
+from compressed_spec.device_trees import DeviceTrees, RoundInputs
 from compressed_spec.measure.gpu.random_flash import random_flash
 from compressed_spec.measure.gpu.scale import Scale
 from compressed_spec.measure.gpu.timing import seconds
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
-from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees
-from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
+from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 from compressed_spec.models.deepseek_v4.layer_ops import triton_ops
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import Layout, upstream_name
@@ -98,10 +97,9 @@ def _decoded(model: DeepseekV4, name: str) -> torch.Tensor:
     if leaf in ("w13", "w2"):
         experts = model.get_submodule(owner)
         assert isinstance(experts, QuantizedExperts)
-        packed = experts.packed
-        codes, scales = (packed.w13, packed.w13_scale) if leaf == "w13" else (packed.w2, packed.w2_scale)
-        dtype = model.precision.dtype
-        return torch.stack([dequantize_fp4(c, s).to(dtype) for c, s in zip(codes, scales, strict=True)])
+        packed, dtype = experts.packed, model.precision.dtype
+        decoded = (packed.decoded(expert) for expert in range(len(packed.w2)))
+        return torch.stack([(w13 if leaf == "w13" else w2).to(dtype) for w13, w2 in decoded])
     module = model.get_submodule(owner)
     if isinstance(module, QuantizedLinear):
         return module.stored.decoded(model.precision.dtype)

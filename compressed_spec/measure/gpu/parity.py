@@ -19,8 +19,6 @@ from compressed_spec.kernels import (
     coupled_triton,
     expert_tiles,
     expert_tiles_triton,
-    fp4_experts,
-    fp4_experts_triton,
     fp8_linear,
     fp8_linear_triton,
     fp8_rows,
@@ -32,6 +30,8 @@ from compressed_spec.kernels import (
     norm_rope_triton,
     rope,
     route_triton,
+    stored_experts,
+    stored_experts_triton,
 )
 from compressed_spec.kernels.moe import Routing
 from compressed_spec.kernels.numerics import numerics_named
@@ -63,7 +63,7 @@ class Parity:
 def parities(scale: Scale, device: torch.device) -> Iterator[Parity]:
     """All ops, in the run's dtype."""
     torch.manual_seed(0)
-    products = (_fp8_linear, _fp4_experts, _attention, _norm_rope, _streams, _pooling, _index_scores)
+    products = (_fp8_linear, _fp4_experts, _attention, _packed_attention, _norm_rope, _streams, _pooling, _index_scores)
     for check in (*products, _routing, _selection, _fp8_rows, _tiles, _commit, _tokens):
         yield from check(scale, device)
 
@@ -112,7 +112,7 @@ def _fp4_experts(scale: Scale, device: torch.device) -> Iterator[Parity]:
     def scales(*shape: int) -> torch.Tensor:
         return torch.randint(116, 121, shape, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
 
-    packed = fp4_experts.PackedExperts(
+    packed = stored_experts.StoredExperts(
         w13=codes(experts, 2 * inner, width // 2),
         w13_scale=scales(experts, 2 * inner, width // 32),
         w2=codes(experts, width, inner // 2),
@@ -125,11 +125,11 @@ def _fp4_experts(scale: Scale, device: torch.device) -> Iterator[Parity]:
         def plain(x: torch.Tensor, picks: torch.Tensor = picks, weights: torch.Tensor = weights) -> torch.Tensor:
             wide = torch.promote_types(x.dtype, torch.float32)
             routing = Routing(experts_TK=picks, weights_TK=weights.to(wide))
-            return fp4_experts.fp4_experts(x, routing, packed, 10.0)
+            return stored_experts.stored_experts(x, routing, packed, 10.0)
 
         def ours(x: torch.Tensor, picks: torch.Tensor = picks, weights: torch.Tensor = weights) -> torch.Tensor:
             routing = Routing(experts_TK=picks, weights_TK=weights)
-            return fp4_experts_triton.fp4_experts(x, routing, packed, 10.0)
+            return stored_experts_triton.stored_experts(x, routing, packed, 10.0)
 
         x_TD = torch.randn(rows, width, device=device).to(scale.dtype)
         yield _compare(f"fp4_experts/{rows} rows", ours, plain, {"x": x_TD})
@@ -154,6 +154,32 @@ def _attention(scale: Scale, device: torch.device) -> Iterator[Parity]:
             "sink": torch.randn(heads, device=device),
         }
         yield _compare(f"sparse_attention/{nodes} nodes, {listed} entries", ours, plain, inputs)
+
+
+def _packed_attention(scale: Scale, device: torch.device) -> Iterator[Parity]:
+    """Over FP8 rows."""
+    heads, rotated, width = scale.raw["num_attention_heads"], scale.raw["qk_rope_head_dim"], scale.raw["head_dim"]
+    if (width - rotated) % fp8_rows.GROUP:
+        width = rotated + fp8_rows.GROUP
+    pools = [fp8_rows.encode_rows(torch.randn(rows, width, device=device), rotated) for rows in (300, 500)]
+    for nodes in (2, 40):
+        window, entries = (
+            torch.randint(-1, len(pool), (nodes, scale.raw["sliding_window"]), device=device) for pool in pools
+        )
+
+        def ours(
+            q: torch.Tensor, sink: torch.Tensor, rows: torch.Tensor = window, more: torch.Tensor = entries
+        ) -> torch.Tensor:
+            return attention_triton.sparse_attention(q, pools[0], rows, pools[1], more, sink, rotated)
+
+        def plain(
+            q: torch.Tensor, sink: torch.Tensor, rows: torch.Tensor = window, more: torch.Tensor = entries
+        ) -> torch.Tensor:
+            return attention.sparse_attention(q, pools[0], rows, pools[1], more, sink, rotated)
+
+        q_THD = torch.randn(nodes, heads, width, device=device).to(scale.dtype)
+        inputs = {"q": q_THD, "sink": torch.randn(heads, device=device)}
+        yield _compare(f"sparse_attention/{nodes} nodes, FP8 rows", ours, plain, inputs)
 
 
 def _norm_rope(scale: Scale, device: torch.device) -> Iterator[Parity]:

@@ -14,7 +14,7 @@ from compressed_spec.models.deepseek_v4.weight_plan import Piece, StorageFormat
 
 BLOCK = (128, 128)
 # Linear maps that upstream stores in FP8; the others stay as they are.
-_FP8 = ("wq_a", "wq_b", "wkv", "wo_b", "w1", "w2", "w3", "e_proj", "h_proj")
+_FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "e_proj", "h_proj")
 
 
 def random_flash(

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from compressed_spec.cache import Cache
+from compressed_spec.device_trees import DeviceTrees, RoundInputs
 from compressed_spec.measure.gpu.random_flash import filled_cache
 from compressed_spec.measure.gpu.scale import Scale
 from compressed_spec.measure.gpu.timing import seconds
 from compressed_spec.models.deepseek_v4.device_forward import DeviceForward
-from compressed_spec.models.deepseek_v4.device_plan import DeviceTrees
-from compressed_spec.models.deepseek_v4.device_round import DeviceRound, RoundInputs
+from compressed_spec.models.deepseek_v4.device_round import DeviceRound
 from compressed_spec.models.deepseek_v4.layer_ops import triton_ops
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.quantized import QuantizedMoE

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import triton.testing
 
-from compressed_spec.models.deepseek_v4.graphs import cuda_capture
+from compressed_spec.models.deepseek_v4.graphs import CudaCapture
 
 
 def seconds(work: Callable[[], object], device: torch.device, *, milliseconds: int = 20) -> float:
@@ -19,7 +19,7 @@ def seconds(work: Callable[[], object], device: torch.device, *, milliseconds: i
     def body() -> None:
         work()
 
-    replay = cuda_capture(body)
+    replay = CudaCapture()(body)
     median = triton.testing.do_bench(replay, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
     return float(median) * 1e-3
 

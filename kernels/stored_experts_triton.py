@@ -1,7 +1,7 @@
-"""The routed experts over packed FP4 weights: four launches (sort, gate / up, down, sum), nothing read back.
+"""The routed experts over weights as they are stored: four launches (sort, gate / up, down, sum), nothing read back.
 
 Tokens are few and weights many, so the weights are the rows of each product and the tokens its columns. Products are in
-x's dtype with float32 sums. For bfloat16, scales are at most 2.
+x's dtype with float32 sums. For bfloat16, scales of FP4 are at most 2.
 
 T = nodes, D = model width, E = experts, F = expert width, K = experts a token, N = (node, choice) pairs
 """
@@ -12,41 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from compressed_spec.kernels.decode_triton import e2m1_gain, e2m1_pair
 from compressed_spec.kernels.dequantize import FP4_GROUP
 from compressed_spec.kernels.expert_tiles_triton import expert_tiles
-from compressed_spec.kernels.fp4_experts import PackedExperts
 from compressed_spec.kernels.moe import Routing
+from compressed_spec.kernels.stored_experts import StoredExperts, StoredFormat
 from compressed_spec.kernels.sum_parts_triton import sum_parts
+from compressed_spec.kernels.weight_products_triton import FP4, FP8, PLAIN, product
 
-
-@triton.jit
-def _dot_pair(acc, word, gain, x, nibble: tl.constexpr):
-    low, high = e2m1_pair(word, gain, nibble, x.dtype)
-    x_low, x_high = tl.split(x)
-    acc = tl.dot(low, tl.trans(x_low), acc, input_precision="ieee")
-    return tl.dot(high, tl.trans(x_high), acc, input_precision="ieee")
-
-
-@triton.jit
-def _product(acc, word, scale, x):
-    """acc [O, M] plus FP4 weights (words [O, C / 8], scale [O, C / 32]) times x [M, C].
-
-    The columns of a word go into eight products, with the channels of x to match.
-    """
-    OUT: tl.constexpr = scale.shape[0]
-    GROUPS: tl.constexpr = scale.shape[1]
-    gain = e2m1_gain(scale, x.dtype)
-    gain = tl.reshape(tl.broadcast_to(gain[:, :, None], [OUT, GROUPS, 4]), [OUT, GROUPS * 4])
-    # Column 8 w + 4 h + n is nibble n of half h of word w.
-    x_even, x_odd = tl.split(tl.reshape(x, [x.shape[0], GROUPS * 4, 2, 2, 2]))
-    x_0, x_2 = tl.split(x_even)
-    x_1, x_3 = tl.split(x_odd)
-    # A sum of its own: with one that is carried through the loop, Triton 3.6 cannot compile this for sm_100.
-    part = _dot_pair(tl.zeros_like(acc), word, gain, x_0, 0)
-    part = _dot_pair(part, word, gain, x_1, 1)
-    part = _dot_pair(part, word, gain, x_2, 2)
-    return acc + _dot_pair(part, word, gain, x_3, 3)
+FORMATS = {StoredFormat.FP4: FP4.value, StoredFormat.FP8: FP8.value, StoredFormat.PLAIN: PLAIN.value}
 
 
 @triton.jit
@@ -57,13 +30,16 @@ def gate_up_kernel(
     p_expert,
     p_first,
     p_end,
-    p_words,
+    p_stored,
     p_scale,
     p_hidden,
     limit,
     num_chosen: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -79,9 +55,11 @@ def gate_up_kernel(
     x_rows = (pair // num_chosen).to(tl.int64) * D
 
     out = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    inside = (out < F)[:, None]
+    inside = out < F
     gate_row = expert * (2 * F) + out
-    word, group, channel = tl.arange(0, CHANNELS // 8), tl.arange(0, CHANNELS // 32), tl.arange(0, CHANNELS)
+    halves: tl.constexpr = (F + BLOCK_OUT - 1) // BLOCK_OUT
+    gate_scale = expert * (2 * halves) + out // BLOCK_OUT
+    channel = tl.arange(0, CHANNELS)
     gate = tl.zeros([OUT, ROWS], tl.float32)
     up = tl.zeros([OUT, ROWS], tl.float32)
     for start in range(0, D, CHANNELS):
@@ -90,22 +68,8 @@ def gate_up_kernel(
             mask=there[:, None] & (start + channel < D)[None, :],
             other=0.0,
         )
-        words_there = inside & (start // 8 + word < D // 8)[None, :]
-        groups_there = inside & (start // 32 + group < D // 32)[None, :]
-        words = p_words + gate_row[:, None] * (D // 8) + (start // 8 + word)[None, :]
-        scale = p_scale + gate_row[:, None] * (D // 32) + (start // 32 + group)[None, :]
-        gate = _product(
-            gate,
-            tl.load(words, mask=words_there, other=0),
-            tl.load(scale, mask=groups_there, other=0),
-            x,
-        )
-        up = _product(
-            up,
-            tl.load(words + F * (D // 8), mask=words_there, other=0),
-            tl.load(scale + F * (D // 32), mask=groups_there, other=0),
-            x,
-        )
+        gate = product(gate, p_stored, p_scale, gate_row, gate_scale, inside, start, x, D, FORMAT, BLOCK_IN)
+        up = product(up, p_stored, p_scale, gate_row + F, gate_scale + halves, inside, start, x, D, FORMAT, BLOCK_IN)
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     weight = tl.load(p_weights + pair, mask=there, other=0.0).to(tl.float32)
@@ -113,7 +77,7 @@ def gate_up_kernel(
     tl.store(
         p_hidden + place.to(tl.int64)[None, :] * F + out[:, None],
         hidden.to(p_hidden.dtype.element_ty),
-        mask=inside & there[None, :],
+        mask=inside[:, None] & there[None, :],
     )
 
 
@@ -124,11 +88,14 @@ def down_kernel(
     p_expert,
     p_first,
     p_end,
-    p_words,
+    p_stored,
     p_scale,
     p_choice,
     D: tl.constexpr,
     F: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -144,9 +111,9 @@ def down_kernel(
     hidden_rows = place.to(tl.int64) * F
 
     out = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    inside = (out < D)[:, None]
-    row = expert * D + out
-    word, group, channel = tl.arange(0, CHANNELS // 8), tl.arange(0, CHANNELS // 32), tl.arange(0, CHANNELS)
+    inside = out < D
+    row, scale_row = expert * D + out, expert * ((D + BLOCK_OUT - 1) // BLOCK_OUT) + out // BLOCK_OUT
+    channel = tl.arange(0, CHANNELS)
     acc = tl.zeros([OUT, ROWS], tl.float32)
     for start in range(0, F, CHANNELS):
         hidden = tl.load(
@@ -154,41 +121,49 @@ def down_kernel(
             mask=there[:, None] & (start + channel < F)[None, :],
             other=0.0,
         )
-        words = p_words + row[:, None] * (F // 8) + (start // 8 + word)[None, :]
-        scale = p_scale + row[:, None] * (F // 32) + (start // 32 + group)[None, :]
-        acc = _product(
-            acc,
-            tl.load(words, mask=inside & (start // 8 + word < F // 8)[None, :], other=0),
-            tl.load(scale, mask=inside & (start // 32 + group < F // 32)[None, :], other=0),
-            hidden,
-        )
-    tl.store(p_choice + pair[None, :] * D + out[:, None], acc, mask=inside & there[None, :])
+        acc = product(acc, p_stored, p_scale, row, scale_row, inside, start, hidden, F, FORMAT, BLOCK_IN)
+    tl.store(p_choice + pair[None, :] * D + out[:, None], acc, mask=inside[:, None] & there[None, :])
 
 
-def fp4_experts_config(num_pairs: int, num_experts: int) -> dict[str, int]:
-    """Tiles of both products: ROWS tokens (what an expert gets on average, 16 or 32) by OUT x CHANNELS weights."""
+def experts_config(num_pairs: int, num_experts: int, stored: StoredFormat, block_in: int = 0) -> dict[str, int]:
+    """Tiles of both products: ROWS tokens (what an expert gets on average, 16 or 32) by OUT x CHANNELS weights.
+
+    block_in: columns of a scale of FP8 weights.
+    """
     rows = min(max(triton.next_power_of_2(num_pairs // num_experts), 16), 32)
-    return {"ROWS": rows, "OUT": 128 if rows == 16 else 64, "CHANNELS": 128, "num_warps": 4, "num_stages": 3}
+    config = {"ROWS": rows, "OUT": 128 if rows == 16 else 64, "CHANNELS": 128, "num_warps": 4, "num_stages": 3}
+    if stored is StoredFormat.FP8:
+        config |= {"OUT": 64, "CHANNELS": min(128, block_in)}
+    elif stored is StoredFormat.PLAIN:
+        config |= {"OUT": 64, "CHANNELS": 64}
+    return config
 
 
-def fp4_experts(
+def stored_experts(
     x_TD: torch.Tensor,
     routing: Routing,
-    experts: PackedExperts,
+    experts: StoredExperts,
     limit: float,
     plus_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `kernels.fp4_experts`; x is float32, float16 or bfloat16, and the result float32 where nothing is added."""
+    """See `kernels.stored_experts`; x is float32, float16 or bfloat16; the result float32 where nothing is added."""
     num_nodes, width = x_TD.shape
     num_chosen = routing.experts_TK.shape[1]
     num_experts, inner = experts.w13.shape[0], experts.w13.shape[1] // 2
-    assert width % FP4_GROUP == inner % FP4_GROUP == 0, "a scale stands for 32 columns"
+    block_out, block_in = experts.block or (1, 1)
+    stored = experts.format
+    if stored is StoredFormat.FP4:
+        assert width % FP4_GROUP == inner % FP4_GROUP == 0, "a scale stands for 32 columns"
+    elif stored is StoredFormat.FP8:
+        assert width % 4 == inner % 4 == 0, "a word holds four columns"
+        assert block_in % 64 == 0, "a step of 64 or 128 columns has one scale"
     num_pairs = num_nodes * num_chosen
-    config = fp4_experts_config(num_pairs, num_experts)
+    config = experts_config(num_pairs, num_experts, stored, block_in)
     tiles = expert_tiles(routing.experts_TK.flatten(), num_experts, config["ROWS"])
     hidden_NF = x_TD.new_empty((num_pairs, inner))
     choice_ND = x_TD.new_empty((num_pairs, width), dtype=torch.float32)
     x_TD, weights_TK = x_TD.contiguous(), routing.weights_TK.contiguous()
+    common = {"D": width, "F": inner, "FORMAT": FORMATS[stored], "BLOCK_OUT": block_out, "BLOCK_IN": block_in, **config}
     gate_up_kernel[(triton.cdiv(inner, config["OUT"]), len(tiles.expert_M))](
         x_TD,
         tiles.order_N,
@@ -196,14 +171,12 @@ def fp4_experts(
         tiles.expert_M,
         tiles.first_M,
         tiles.end_M,
-        experts.w13.contiguous().view(torch.uint32),
-        experts.w13_scale.view(torch.uint8),
+        _words(experts.w13),
+        _scales(experts.w13_scale),
         hidden_NF,
         limit,
         num_chosen=num_chosen,
-        D=width,
-        F=inner,
-        **config,
+        **common,
     )
     down_kernel[(triton.cdiv(width, config["OUT"]), len(tiles.expert_M))](
         hidden_NF,
@@ -211,12 +184,18 @@ def fp4_experts(
         tiles.expert_M,
         tiles.first_M,
         tiles.end_M,
-        experts.w2.contiguous().view(torch.uint32),
-        experts.w2_scale.view(torch.uint8),
+        _words(experts.w2),
+        _scales(experts.w2_scale),
         choice_ND,
-        D=width,
-        F=inner,
-        **config,
+        **common,
     )
     dtype = torch.float32 if plus_TD is None else x_TD.dtype
     return sum_parts(choice_ND.view(num_nodes, num_chosen, width), dtype, plus_TD)
+
+
+def _words(stored: torch.Tensor) -> torch.Tensor:
+    return stored.contiguous().view(torch.uint32) if stored.element_size() == 1 else stored.contiguous()
+
+
+def _scales(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return scale.view(torch.uint8) if scale is not None and scale.element_size() == 1 else scale
