@@ -81,7 +81,7 @@ def weights_of(function: nn.Module) -> dict[str, torch.Tensor]:
 class Job:
     """A function to compile for these inputs.
 
-    description: all that it depends on beside its inputs and its weights' names, shapes and dtypes; source: a digest of
+    description: all that it depends on beside its inputs and its weights' names, shapes, strides and dtypes; source: a digest of
     the code that it runs (see `source_digest`). Its parameters must not require gradients.
     """
 
@@ -94,7 +94,7 @@ class Job:
     def package(self) -> Path:
         """Where what is compiled for it lies, or will."""
         name = type(self.function).__name__
-        weights = tuple((key, str(w.dtype), tuple(w.shape)) for key, w in weights_of(self.function).items())
+        weights = tuple((key, str(w.dtype), tuple(w.shape), w.stride()) for key, w in weights_of(self.function).items())
         parts = (_OPTIONS, self.description, self.source, weights, self.inputs.description, _machine())
         what = repr((name, torch.get_num_threads(), *parts))
         return cache_folder() / f"{name}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.pt2"

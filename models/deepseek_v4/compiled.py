@@ -46,7 +46,7 @@ def compile_few(model: DeepseekV4, *, progress: bool = False) -> None:
     """
     for module in model.modules():
         if isinstance(module, Experts):
-            _narrow(module)
+            _lay_out(module)
     root = Path(__file__).parents[2]
     source = source_digest(*(root / part for part in _SOURCES))
     samples = _samples(model)
@@ -77,12 +77,14 @@ def _open_axes(function: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tup
     return tuple((0, 1) if index in lists else (0,) for index in range(len(inputs)))
 
 
-def _narrow(experts: Experts) -> None:
-    """Keep experts in bfloat16 if that loses nothing, as with weights that were stored as FP4: half to be read."""
+def _lay_out(experts: Experts) -> None:
+    """Store experts' matrices transposed, so that what is summed over is the slow axis and outputs fill vectors; and in
+    bfloat16, if that loses nothing, as with weights that were stored as FP4: half to be read."""
     for name, weight in list(experts.named_parameters()):
         narrow = weight.to(torch.bfloat16)
-        if weight.dtype is torch.float32 and torch.equal(narrow.to(weight.dtype), weight):
-            setattr(experts, name, nn.Parameter(narrow, requires_grad=False))
+        kept = narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
+        turned = kept.transpose(1, 2).contiguous().transpose(1, 2)
+        setattr(experts, name, nn.Parameter(turned, requires_grad=False))
 
 
 class _Sampling(FewForward):
