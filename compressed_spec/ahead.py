@@ -81,8 +81,8 @@ def weights_of(function: nn.Module) -> dict[str, torch.Tensor]:
 class Job:
     """A function to compile for these inputs.
 
-    description: all that it depends on beside its inputs and its weights' names, shapes, strides and dtypes; source: a digest of
-    the code that it runs (see `source_digest`). Its parameters must not require gradients.
+    description: all that it depends on beside its inputs and its weights' names, shapes, strides and dtypes; source: a
+    digest of the code that it runs (see `source_digest`). Its parameters must not require gradients.
     """
 
     function: nn.Module

@@ -66,6 +66,10 @@ def load_model(
     numerics_named(numerics)
     if numerics == "invariant" and torch.device(device).type != "cpu":
         raise ValueError(f"Invariant numerics hold on a CPU only, not on {device}: use numerics='fast' there.")
+    if keep_quantized and (numerics == "invariant" or group.size > 1):
+        raise ValueError("keep_quantized is for fast numerics and one process: leave it out, or the other options.")
+    if numerics == "invariant" and group.size > 1:
+        raise ValueError("Invariant numerics hold in one process only: use numerics='fast' with several.")
     with group.together():
         _check_device(device)
     triton = takes_triton(kernels, device=torch.device(device), dtype=DTYPES[dtype], numerics=numerics)
@@ -75,10 +79,6 @@ def load_model(
             "compile=True is for fast numerics on a CPU without Triton, dequantised weights and KV, and one process: "
             "leave it out, or the other options."
         )
-    if keep_quantized and (numerics == "invariant" or group.size > 1):
-        raise ValueError("keep_quantized is for fast numerics and one process: leave it out, or the other options.")
-    if numerics == "invariant" and group.size > 1:
-        raise ValueError("Invariant numerics hold in one process only: use numerics='fast' with several.")
     with group.together():
         checkpoint = open_checkpoint(checkpoint_folder(path_or_repo_id))
         model = empty_model(checkpoint, dtype=DTYPES[dtype], numerics=numerics, fp8_rows=fp8_rows, group=group)
