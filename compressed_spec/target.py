@@ -303,11 +303,13 @@ class TargetModel(nn.Module, ABC):
 
     def score(self, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, RowPlan]:
         """Streams `[T, M, D]` of whole sequences in one differentiable chain pass, and their plan. For training."""
-        longest = max(map(len, sequences))
+        spec = self.state_spec()
+        # Room for one entry of each kind: a list without entries names a row all the same, to be left out.
+        longest = max(*map(len, sequences), *(comp.ratio for comp in spec.compressions), 1)
         shape = CacheShape(
             batch_size=len(sequences), max_length=longest, max_nodes=1, prefill_chunk=1, max_draft_nodes=1
         )
-        cache = Cache(self.state_spec(), shape, self.device)
+        cache = Cache(spec, shape, self.device)
         trees = [TokenTree.chain(sequence) for sequence in sequences]
         plan = make_plan(cache.spec, shape, trees, range(len(trees)), [0] * len(trees), self.device)
         return self(plan, Scratch(cache, out_of_place=True)), plan

@@ -9,6 +9,7 @@ from compressed_spec import generate, load_model
 from compressed_spec.models.deepseek_v4.few_forward import FewForward, Limits
 from compressed_spec.models.deepseek_v4.load import DEMO
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.models.deepseek_v4.names import DraftHeadKind
 from compressed_spec.testing.models import random_model
 from compressed_spec.tree import TokenTree
 
@@ -40,6 +41,27 @@ def test_few_nodes_in_one_function(lengths: tuple[int, ...]) -> None:
     plain = logits_of(model, lengths, 12)
     model.few = FewForward(model, Limits(nodes=32, keys=2**16))
     torch.testing.assert_close(logits_of(model, lengths, 12), plain, rtol=1e-4, atol=1e-4 * plain.abs().max().item())
+
+
+@pytest.mark.parametrize("draft_head", [DraftHeadKind.MTP, DraftHeadKind.DSPARK])
+def test_drafts_of_few_nodes(draft_head: DraftHeadKind) -> None:
+    model = random_model(seed=4, draft_head=draft_head, num_draft_layers=2 if draft_head is DraftHeadKind.DSPARK else 1)
+    prompts = [[5, 9, 2, 40] * 12, [7, 8, 9]]
+    plain = generate(model, prompts, tree="s3_k2_d6", max_new_tokens=24)
+    model.few = FewForward(model, Limits(nodes=256, keys=2**16))
+    few = generate(model, prompts, tree="s3_k2_d6", max_new_tokens=24)
+    assert [out.token_ids for out in few] == [out.token_ids for out in plain]
+    assert [out.stats.num_accepted_tokens for out in few] == [out.stats.num_accepted_tokens for out in plain]
+    assert {"block_hidden", "head_step"} & {name for name, _, _ in model.few.pieces}
+
+
+def test_what_autograd_follows_is_not_taken() -> None:
+    model = random_model(seed=3)
+    expected, _ = model.score([[5, 6, 7, 8]])
+    model.few = FewForward(model, Limits(nodes=32, keys=2**16))
+    actual, _ = model.score([[5, 6, 7, 8]])
+    assert torch.equal(actual, expected)
+    assert actual.requires_grad
 
 
 @pytest.mark.slow

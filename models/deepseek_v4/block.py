@@ -120,7 +120,7 @@ class Attended:
 class Block(HyperConnected):
     """One layer of the stack.
 
-    `enter`, `attend` and `few` are functions of tensors alone: `compile_pieces` puts compiled ones in their place.
+    `enter`, `attend` and `few` are functions of tensors alone.
     """
 
     def __init__(
@@ -152,10 +152,9 @@ class Block(HyperConnected):
 
         For compiling: uncompiled, it moves far more memory.
         """
-        # The plain methods: the compiler cannot look into its own programs.
-        entered = Block.enter(self, streams_TMD, here.rotation, here.phase_T)
+        entered = self.enter(streams_TMD, here.rotation, here.phase_T)
         listed = self.attn.write(entered.projected, here)
-        attended = Block.attend(self, streams_TMD, entered, listed, here.rotation, tokens_T)
+        attended = self.attend(streams_TMD, entered, listed, here.rotation, tokens_T)
         return self._leave(self.ffn.few(attended.x_TD, attended.routing), attended)
 
     def enter(self, streams_TMD: torch.Tensor, rotation: Rotation, phase_T: torch.Tensor | None) -> Entered:

@@ -20,7 +20,7 @@ from compressed_spec.models.deepseek_v4.few_forward import FewForward, Limits, P
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.pieces import Layer
 from compressed_spec.rows import make_plan
-from compressed_spec.target import DraftStep
+from compressed_spec.target import DraftBlock, DraftStep
 from compressed_spec.tree import TokenTree
 
 # Measured on two cores, hidden size 128 and 256: up to here, gathering costs less than grouping and its waits.
@@ -138,4 +138,13 @@ def _samples(model: DeepseekV4) -> dict[tuple[str, int, bool], tuple[nn.Module, 
         )
         with torch.no_grad():
             few.draft_logits(few.draft_step(step, Scratch(cache)))
+    if model.dspark_head is not None:
+        places_N = torch.arange(count)
+        block = DraftBlock(
+            roots_B=places_N[:1],
+            position_N=places_N,
+            rows_NW=places_N.unsqueeze(1).repeat(1, model.config.sliding_window + model.draft_block_size),
+        )
+        with torch.no_grad():
+            few.draft_hidden(places_N, block, Scratch(cache))
     return few.samples

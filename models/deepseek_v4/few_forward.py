@@ -16,11 +16,11 @@ from compressed_spec.models.deepseek_v4.block import Block
 from compressed_spec.models.deepseek_v4.compressor import CompressionRound
 from compressed_spec.models.deepseek_v4.few import written_rows
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
-from compressed_spec.models.deepseek_v4.pieces import HeadRows, HeadStep, Layer, Opened, Opening, Output
+from compressed_spec.models.deepseek_v4.pieces import BlockHidden, HeadRows, HeadStep, Layer, Opened, Opening, Output
 from compressed_spec.models.deepseek_v4.rope import Rotation
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
-from compressed_spec.target import DraftStep
+from compressed_spec.target import DraftBlock, DraftStep
 
 _NOWHERE = LayerScratch(pools={}, rows={})  # each layer has rows of its own
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -106,6 +106,14 @@ class FewForward:
         inputs += [scratch.layer_rows("head_kv", 0), torch.arange(first, first + len(step.tokens_N))]
         return self._piece("head_step").run(inputs)[0]
 
+    def draft_hidden(self, tokens_N: torch.Tensor, block: DraftBlock, scratch: Scratch) -> torch.Tensor:
+        head = self._model.dspark_head
+        assert head is not None, "this model has no DSpark head"
+        first = scratch.first_row("head_kv")
+        inputs = [tokens_N, block.position_N, block.rows_NW, torch.arange(first, first + len(tokens_N))]
+        inputs += [scratch.layer_rows("head_kv", stage) for stage in range(len(head.stages))]
+        return self._piece("block_hidden").run(inputs)[0]
+
     def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
         return self._piece("draft_logits").run([streams_NMD])[0]
 
@@ -165,6 +173,9 @@ class FewForward:
             return Opening(model.embed, model.config.hc_mult, main, compress)
         if name == "logits":
             return Output(model, model.norm, model.head)
+        if name == "block_hidden":
+            assert model.dspark_head is not None, "this model has no DSpark head"
+            return BlockHidden(model.dspark_head, model.embed, main)
         assert head is not None, "this model has no MTP head"
         if name == "head_rows":
             return HeadRows(head, model.embed, main)

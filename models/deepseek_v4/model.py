@@ -124,7 +124,7 @@ class DeepseekV4(TargetModel, HyperConnected):
         return () if self.dspark_head is None else self.dspark_head.settings.target_layer_ids
 
     def forward(self, plan: RowPlan, scratch: Scratch) -> torch.Tensor:
-        if self.few is not None and self.few.takes(plan):
+        if self.few is not None and scratch.in_place and self.few.takes(plan):
             return self.few.forward(plan, scratch)
         return self.finish(plan, scratch, self.advance(plan, scratch, self.begin(plan), len(self.layers)))
 
@@ -135,7 +135,7 @@ class DeepseekV4(TargetModel, HyperConnected):
     def advance(self, plan: RowPlan, scratch: Scratch, before: LayerStreams, num_layers: int) -> LayerStreams:
         if self.path is not None and scratch.in_place:
             return self.path.advance(plan, scratch, before, num_layers)
-        if self.few is not None and self.few.takes(plan):
+        if self.few is not None and scratch.in_place and self.few.takes(plan):
             return self.few.advance(plan, scratch, before, num_layers)
         main = rotation(self.get_buffer("rope_main"), plan.position_T)
         compress_frequencies = self.get_buffer("rope_compress")
@@ -233,6 +233,8 @@ class DeepseekV4(TargetModel, HyperConnected):
         )
         if self.path is not None:
             hidden_ND = self.path.draft_hidden(tokens_N, block, scratch)
+        elif self.few is not None and self.few.takes_nodes(len(tokens_N)):
+            hidden_ND = self.few.draft_hidden(tokens_N, block, scratch)
         else:
             hidden_ND = head.hidden(self.embed(tokens_N), tokens_N, here)
         logits_NV = self._project(head.stages[-1].norm(hidden_ND))

@@ -17,6 +17,7 @@ from torch import nn
 from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
+from compressed_spec.models.deepseek_v4.dspark import DSparkHead
 from compressed_spec.models.deepseek_v4.embedding import VocabularyEmbedding
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
@@ -188,6 +189,38 @@ class HeadStep(nn.Module):
             compression=None,
         )
         return [self.head.few(self.head.fuse(streams_NMD, self.embed(tokens_N)), tokens_N, here)]
+
+
+class BlockHidden(nn.Module):
+    """tokens_N, position_N, rows_NW, the rows to write, the pool of each stage's KV -> the DSpark head's one output
+    stream `[N, D]`."""
+
+    def __init__(self, head: DSparkHead, embed: VocabularyEmbedding, rope_main: torch.Tensor) -> None:
+        super().__init__()
+        self.head, self.embed = head, embed
+        self.register_buffer("rope_main", rope_main)
+
+    def forward(
+        self,
+        tokens_N: torch.Tensor,
+        position_N: torch.Tensor,
+        rows_NW: torch.Tensor,
+        head_rows_N: torch.Tensor,
+        *pools: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        stages, turned = self.head.stages, rotation(self.get_buffer("rope_main"), position_N)
+        streams_NMD = self.embed(tokens_N).unsqueeze(1).expand(-1, stages[0].config.hc_mult, -1)
+        for stage, head_RE in zip(stages, pools, strict=True):
+            here = AttentionRound(
+                rotation=turned,
+                window_rows_TW=rows_NW,
+                scratch=LayerScratch(pools={"head_kv": head_RE}, rows={"head_kv": head_rows_N}),
+                kv_pool="head_kv",
+                first=0,
+                compression=None,
+            )
+            streams_NMD = stage.few(streams_NMD, tokens_N, here)
+        return [stages[-1].collapse_head(streams_NMD)]
 
 
 class Output(HyperConnected):
