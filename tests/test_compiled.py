@@ -56,7 +56,7 @@ def test_drafts_of_few_nodes(draft_head: DraftHeadKind) -> None:
 
 
 def test_what_autograd_follows_is_not_taken() -> None:
-    model = random_model(seed=3)
+    model = random_model(seed=3).requires_grad_()
     expected, _ = model.score([[5, 6, 7, 8]])
     model.few = FewForward(model, Limits(nodes=32, keys=2**16))
     actual, _ = model.score([[5, 6, 7, 8]])
