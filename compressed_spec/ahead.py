@@ -149,11 +149,12 @@ def _compile_apart(package: Path, job: Job) -> None:
 def compile_to(package: Path, function: nn.Module, inputs: Inputs) -> None:
     """Compile a function to this file, in this process."""
     open_axes = tuple(dict.fromkeys(axes, Dim.AUTO) for axes in inputs.open_axes)
+    tensors = tuple(tensor.clone() for tensor in inputs.tensors)  # one that is given twice would be taken for one input
     # Oblivious: no code of its own for lengths 0 and 1, and none that rules them out.
     with torch.no_grad(), warnings.catch_warnings(), symbolic_shapes.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         warnings.simplefilter("ignore", FutureWarning)  # torch's, of itself
-        exported = export(_Flat(function).eval(), tuple(inputs.tensors), dynamic_shapes=(open_axes,), strict=False)
-        given = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs.tensors) :]
+        exported = export(_Flat(function).eval(), tensors, dynamic_shapes=(open_axes,), strict=False)
+        given = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"][-len(tensors) :]
         for index, (tensor, axes) in enumerate(zip(given, inputs.open_axes, strict=True)):
             for axis in axes:
                 # A length that the function asked about is a symbol of one value.

@@ -63,6 +63,18 @@ def test_one_package_serves_all_lengths_and_weights(folder: Path, monkeypatch: p
             torch.testing.assert_close([out, *actual], [*function(*expected), *expected])
 
 
+def test_inputs_that_are_one_tensor_in_the_sample_are_two_inputs() -> None:
+    class Difference(nn.Module):
+        def forward(self, x_T: torch.Tensor, y_T: torch.Tensor) -> list[torch.Tensor]:
+            return [x_T - y_T]
+
+    same, function = torch.arange(5.0), Difference()
+    sample = Inputs(tensors=[same, same], open_axes=((0,), (0,)))
+    (path,) = packages_for([Job(function=function, inputs=sample, description=None, source="")])
+    (out,) = Program(path, {}).run([torch.tensor([5.0, 7.0]), torch.tensor([1.0, 9.0])])
+    assert out.tolist() == [4.0, -2.0]
+
+
 def test_another_description_source_or_input_is_another_package() -> None:
     function, sample = Scaled(0), Inputs(tensors=inputs(5, 12), open_axes=((0,), (0,), (0,)))
     fixed = Inputs(tensors=inputs(5, 12), open_axes=((0,), (), (0,)))

@@ -27,7 +27,7 @@ from compressed_spec.tree import TokenTree
 MOST_WEIGHTS = 2**27  # of experts that a layer gathers, once for each (node, expert) pair
 MOST_KEYS = 2**17
 # What pieces are made of.
-_SOURCES = ("kernels", "models/deepseek_v4", "rows.py", "layer_scratch.py", "parallel.py")
+_SOURCES = ("ahead.py", "kernels", "models/deepseek_v4", "rows.py", "layer_scratch.py", "parallel.py")
 
 
 def has_compiler() -> bool:
