@@ -214,13 +214,13 @@ def attention_config(
     """Up to 64 heads a program share a tile. Half precision runs on tensor cores; float32 is for comparisons.
 
     Rows are fetched two tiles ahead, but one where lists are cut: such a program has no registers left for more.
-    Decoding FP8 rows takes registers too.
+    Decoding FP8 rows takes registers too: whole lists of them leave room for 16 heads (on sm_80, triton 3.6).
     """
     half = dtype != torch.float32
     block_d = max(16, triton.next_power_of_2(head_dim))
     most_heads, block_n = (64, 32) if half else (16, 16)
     if fp8:
-        most_heads, block_n = min(most_heads, 32), 16
+        most_heads, block_n = min(most_heads, 32 if split else 16), 16
     block_h = max(16, min(triton.next_power_of_2(num_heads), most_heads))
     kernel = {"BLOCK_H": block_h, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": 8}
     kernel["num_stages"] = 2 if split or fp8 else 3
