@@ -55,8 +55,7 @@ class Scratch:
 
     def __init__(self, cache: "Cache", slot_T: torch.Tensor | None = None, *, out_of_place: bool = False) -> None:
         self.cache, self.in_place = cache, not out_of_place
-        self._cache, self._slot_T = cache, slot_T
-        self._out_of_place = out_of_place
+        self._slot_T = slot_T
 
     def write(
         self, pool: str, layer: int, values_ND: torch.Tensor, first: int = 0, *, slots: torch.Tensor | None = None
@@ -65,9 +64,9 @@ class Scratch:
 
         first: slot of the first node, where the nodes lie one after the other.
         """
-        rows_RD, persistent = self._cache.pools[pool][layer], self._cache.num_persistent(pool)
-        values_ND, slots = self._cache.rows_of(pool, values_ND), self._slot_T if slots is None else slots
-        if self._out_of_place:
+        rows_RD, persistent = self.cache.pools[pool][layer], self.cache.num_persistent(pool)
+        values_ND, slots = self.cache.rows_of(pool, values_ND), self._slot_T if slots is None else slots
+        if not self.in_place:
             if slots is not None:
                 num_slots = int(slots.max()) + 1 if len(slots) else 0
                 values_ND = values_ND.new_full((num_slots, values_ND.shape[1]), math.nan).index_copy(
@@ -82,20 +81,20 @@ class Scratch:
 
     def layer_rows(self, pool: str, layer: int) -> torch.Tensor:
         """All rows of a layer of a pool `[R, D]`, to be written in place (see `first_row`)."""
-        return self._cache.layers[pool][layer]
+        return self.cache.layers[pool][layer]
 
     def has(self, pool: str) -> bool:
         """Whether there is a pool of this name."""
-        return pool in self._cache.pools
+        return pool in self.cache.pools
 
     def first_row(self, pool: str) -> int:
         """Row of a pool that slot 0 is."""
-        return self._cache.num_persistent(pool)
+        return self.cache.num_persistent(pool)
 
     def rows(self, pool: str, layer: int) -> torch.Tensor:
         """All rows of a layer of a pool `[R, D]`, where this forward has none to write."""
-        rows_RD = self._cache.pools[pool][layer]
-        return rows_RD[: self._cache.num_persistent(pool)] if self._out_of_place else rows_RD
+        rows_RD = self.cache.pools[pool][layer]
+        return rows_RD[: self.cache.num_persistent(pool)] if not self.in_place else rows_RD
 
 
 class Cache:

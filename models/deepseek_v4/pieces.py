@@ -9,7 +9,7 @@ T = nodes, M = residual streams, D = model width, R = pool rows, V = vocabulary
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from compressed_spec.models.deepseek_v4.embedding import VocabularyEmbedding
 from compressed_spec.models.deepseek_v4.modules import HyperConnected, Linear, Norm
 from compressed_spec.models.deepseek_v4.mtp import MTPHead
 from compressed_spec.models.deepseek_v4.rope import Rotation, rotation
+
+Head = TypeVar("Head", bound=nn.Module)
 
 _OPEN_LISTS = frozenset({"extra_rows_TX", "listed_TK"})  # whose length differs from round to round
 
@@ -134,14 +136,35 @@ class Layer(nn.Module):
         return frozenset(first + i for i, name in enumerate(names) if name in _OPEN_LISTS)
 
 
-class HeadRows(nn.Module):
+class _HeadPiece(nn.Module, Generic[Head]):
+    """What the pieces of a draft head share: the head, the embedding, and the frequencies of its rotation."""
+
+    def __init__(self, head: Head, embed: VocabularyEmbedding, rope_main: torch.Tensor) -> None:
+        super().__init__()
+        self.head: Head = head
+        self.embed = embed
+        self.register_buffer("rope_main", rope_main)
+
+    def turned(self, position_N: torch.Tensor) -> Rotation:
+        return rotation(self.get_buffer("rope_main"), position_N)
+
+    def here(
+        self, turned: Rotation, rows_NW: torch.Tensor, head_RE: torch.Tensor, head_rows_N: torch.Tensor
+    ) -> AttentionRound:
+        """A round of one of the head's layers: it reads `rows_NW` of its pool and writes `head_rows_N`."""
+        return AttentionRound(
+            rotation=turned,
+            window_rows_TW=rows_NW,
+            scratch=LayerScratch(pools={"head_kv": head_RE}, rows={"head_kv": head_rows_N}),
+            kv_pool="head_kv",
+            first=0,
+            compression=None,
+        )
+
+
+class HeadRows(_HeadPiece[MTPHead]):
     """streams_TMD, tokens_T, position_T, parent_stream_T, the pools of pending streams and of the MTP head's KV, the
     rows to write in each -> nothing: what a verification leaves to the next draft."""
-
-    def __init__(self, head: MTPHead, embed: VocabularyEmbedding, rope_main: torch.Tensor) -> None:
-        super().__init__()
-        self.head, self.embed = head, embed
-        self.register_buffer("rope_main", rope_main)
 
     def forward(
         self,
@@ -156,20 +179,14 @@ class HeadRows(nn.Module):
     ) -> list[torch.Tensor]:
         pending_RF = pending_RF.index_copy_(0, pending_rows_T, streams_TMD.flatten(1))
         previous_TMD = pending_RF[parent_stream_T].unflatten(-1, streams_TMD.shape[1:])
-        before = rotation(self.get_buffer("rope_main"), position_T - 1)
-        rows_TE = self.head.kv_rows(previous_TMD, self.embed(tokens_T), before)
+        rows_TE = self.head.kv_rows(previous_TMD, self.embed(tokens_T), self.turned(position_T - 1))
         head_RE.index_copy_(0, head_rows_T, rows_TE.to(head_RE.dtype))
         return []
 
 
-class HeadStep(nn.Module):
+class HeadStep(_HeadPiece[MTPHead]):
     """streams_NMD, tokens_N, position_N, window_rows_NW, the pool of the MTP head's KV, rows to write -> the head's
     own streams."""
-
-    def __init__(self, head: MTPHead, embed: VocabularyEmbedding, rope_main: torch.Tensor) -> None:
-        super().__init__()
-        self.head, self.embed = head, embed
-        self.register_buffer("rope_main", rope_main)
 
     def forward(
         self,
@@ -180,25 +197,13 @@ class HeadStep(nn.Module):
         head_RE: torch.Tensor,
         head_rows_N: torch.Tensor,
     ) -> list[torch.Tensor]:
-        here = AttentionRound(
-            rotation=rotation(self.get_buffer("rope_main"), position_N),
-            window_rows_TW=window_rows_NW,
-            scratch=LayerScratch(pools={"head_kv": head_RE}, rows={"head_kv": head_rows_N}),
-            kv_pool="head_kv",
-            first=0,
-            compression=None,
-        )
+        here = self.here(self.turned(position_N), window_rows_NW, head_RE, head_rows_N)
         return [self.head.few(self.head.fuse(streams_NMD, self.embed(tokens_N)), tokens_N, here)]
 
 
-class BlockHidden(nn.Module):
+class BlockHidden(_HeadPiece[DSparkHead]):
     """tokens_N, position_N, rows_NW, the rows to write, the pool of each stage's KV -> the DSpark head's one output
     stream `[N, D]`."""
-
-    def __init__(self, head: DSparkHead, embed: VocabularyEmbedding, rope_main: torch.Tensor) -> None:
-        super().__init__()
-        self.head, self.embed = head, embed
-        self.register_buffer("rope_main", rope_main)
 
     def forward(
         self,
@@ -208,17 +213,10 @@ class BlockHidden(nn.Module):
         head_rows_N: torch.Tensor,
         *pools: torch.Tensor,
     ) -> list[torch.Tensor]:
-        stages, turned = self.head.stages, rotation(self.get_buffer("rope_main"), position_N)
+        stages, turned = self.head.stages, self.turned(position_N)
         streams_NMD = self.embed(tokens_N).unsqueeze(1).expand(-1, stages[0].config.hc_mult, -1)
         for stage, head_RE in zip(stages, pools, strict=True):
-            here = AttentionRound(
-                rotation=turned,
-                window_rows_TW=rows_NW,
-                scratch=LayerScratch(pools={"head_kv": head_RE}, rows={"head_kv": head_rows_N}),
-                kv_pool="head_kv",
-                first=0,
-                compression=None,
-            )
+            here = self.here(turned, rows_NW, head_RE, head_rows_N)
             streams_NMD = stage.few(streams_NMD, tokens_N, here)
         return [stages[-1].collapse_head(streams_NMD)]
 
