@@ -42,6 +42,14 @@ class DraftStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepDraft:
+    """What a step leaves: the head's own stream of each node, and logits of the token after it, float32 or wider."""
+
+    streams_NMD: torch.Tensor
+    logits_NV: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBlock:
     """Blocks of places for a head that drafts them all in one pass, one block a batch row, root first.
 
@@ -115,12 +123,8 @@ class TargetModel(nn.Module, ABC):
         """Distinct routed experts of a layer that so many nodes are expected to touch; 0.0 for a dense model."""
         return 0.0
 
-    def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
-        """The MTP head's own streams `[N, M, D]` after a step; writes its KV rows to scratch."""
-        raise NotImplementedError("a model without an MTP head")
-
-    def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
-        """The MTP head's logits `[N, V]`, float32 or wider: the law of the token after each draft node's."""
+    def draft_step(self, step: DraftStep, scratch: Scratch) -> StepDraft:
+        """One step of the MTP head; writes its KV rows to scratch."""
         raise NotImplementedError("a model without an MTP head")
 
     @property

@@ -5,7 +5,6 @@ T = nodes, V = vocabulary, N = draft nodes, M = residual streams, D = model widt
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ import pytest
 import torch
 
 from compressed_spec import TokenTree, load_model
-from compressed_spec.cache import Cache
+from compressed_spec.cache import Cache, Scratch
 from compressed_spec.drafting import DraftRequest, MTPDrafter
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
+from compressed_spec.target import DraftStep, StepDraft
 from compressed_spec.testing.ways import WAYS, Way, after_rejected_rounds, along_trees
 from compressed_spec.tree import parse_tree
 
@@ -31,26 +31,17 @@ def model() -> DeepseekV4:
     return load_model(FOLDER, progress=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadStep:
-    """One step of the head as it ran: the streams that it left, and its logits."""
-
-    streams_NMD: torch.Tensor
-    logits_NV: torch.Tensor
-
-
 @pytest.fixture
-def steps(model: DeepseekV4, monkeypatch: pytest.MonkeyPatch) -> list[HeadStep]:
+def steps(model: DeepseekV4, monkeypatch: pytest.MonkeyPatch) -> list[StepDraft]:
     """Fills with the head's steps as a drafter makes them."""
-    seen: list[HeadStep] = []
-    draft_logits = model.draft_logits
+    seen: list[StepDraft] = []
+    draft_step = model.draft_step
 
-    def record(streams_NMD: torch.Tensor) -> torch.Tensor:
-        logits_NV = draft_logits(streams_NMD)
-        seen.append(HeadStep(streams_NMD=streams_NMD, logits_NV=logits_NV))
-        return logits_NV
+    def record(step: DraftStep, scratch: Scratch) -> StepDraft:
+        seen.append(draft_step(step, scratch))
+        return seen[-1]
 
-    monkeypatch.setattr(model, "draft_logits", record)
+    monkeypatch.setattr(model, "draft_step", record)
     return seen
 
 
@@ -75,7 +66,7 @@ def assert_target(logits_V: torch.Tensor, length: int) -> None:
     assert int(logits_V.argmax()) == golden["root"]
 
 
-def assert_chain(steps: Sequence[HeadStep], node: int, length: int) -> None:
+def assert_chain(steps: Sequence[StepDraft], node: int, length: int) -> None:
     """The three chained steps of the head, at this place among a step's nodes."""
     chain = GOLDEN[str(length)]["mtp_chain"]
     assert len(steps) == len(chain) == 3
@@ -98,7 +89,7 @@ def chain_argmaxes(length: int) -> list[int]:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: str(way.__name__))
 def test_T23_target_and_head_equal_the_reference(
-    model: DeepseekV4, steps: list[HeadStep], way: Way, length: int
+    model: DeepseekV4, steps: list[StepDraft], way: Way, length: int
 ) -> None:
     cache = model.new_cache(max_length=320, prefill_chunk=37)
     golden = GOLDEN[str(length)]
@@ -112,7 +103,7 @@ def test_T23_target_and_head_equal_the_reference(
 
 
 @pytest.mark.parametrize("way", [after_rejected_rounds, along_trees], ids=lambda way: str(way.__name__))
-def test_T23_head_in_a_batch_with_every_row_active(model: DeepseekV4, steps: list[HeadStep], way: Way) -> None:
+def test_T23_head_in_a_batch_with_every_row_active(model: DeepseekV4, steps: list[StepDraft], way: Way) -> None:
     rows = [3, 0, 4, 2]  # row 1 stays free
     cache = model.new_cache(batch_size=5, max_length=320, prefill_chunk=64)
     for row, length in zip(rows, LENGTHS, strict=True):
@@ -123,7 +114,7 @@ def test_T23_head_in_a_batch_with_every_row_active(model: DeepseekV4, steps: lis
         assert trees[node].tokens == chain_tokens(length)
 
 
-def test_T23_prefill_of_all_prompts_together(model: DeepseekV4, steps: list[HeadStep]) -> None:
+def test_T23_prefill_of_all_prompts_together(model: DeepseekV4, steps: list[StepDraft]) -> None:
     cache = model.new_cache(batch_size=4, max_length=320, prefill_chunk=50)
     logits_BV = model.prefill(cache, [GOLDEN[str(length)]["prompt"] for length in LENGTHS])
     propose(model, cache, range(4), [GOLDEN[str(length)]["root"] for length in LENGTHS], "s3_k1_d4")

@@ -151,7 +151,7 @@ def test_chained_draft_steps_are_those_of_decoding() -> None:
                     window_rows_NW=torch.from_numpy(window_rows(nodes, 16, 1)),
                     first=step,
                 )
-                stream = model.draft_step(draft, Scratch(cache))
+                stream = model.draft_step(draft, Scratch(cache)).streams_NMD
                 torch.testing.assert_close(steps[step][start : start + 1], stream, rtol=1e-9, atol=1e-9)
 
 

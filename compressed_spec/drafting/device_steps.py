@@ -81,8 +81,9 @@ class MTPDeviceSteps:
             window_rows_NW=window_rows(newest, cache.spec.sliding_window, cache.shape.batch_size),
             first=first,
         )
-        self._streams_NMD = self._model.draft_step(step, Scratch(cache))
-        logits_BFV: torch.Tensor = self._model.draft_logits(self._streams_NMD).unflatten(0, (num_trees, width))
+        drafted = self._model.draft_step(step, Scratch(cache))
+        self._streams_NMD = drafted.streams_NMD
+        logits_BFV: torch.Tensor = drafted.logits_NV.unflatten(0, (num_trees, width))
         return logits_BFV
 
 

@@ -1,7 +1,7 @@
 """Stepping an MTP head: the rows of its nodes, and one level of the tree at a time.
 
-B = batch rows, F = nodes of a level, N = B F nodes of one step, A = levels down to it, M = residual streams,
-D = model width, V = vocabulary, W = window
+B = batch rows, F = nodes of a level, N = B F nodes of one step, M = residual streams, D = model width, V = vocabulary,
+W = window
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,18 @@ import torch
 from compressed_spec.cache import Scratch
 from compressed_spec.drafting.base import DraftRequest
 from compressed_spec.drafting.steps import Laws, law_at
-from compressed_spec.rows import Ints, Nodes, window_rows
+from compressed_spec.rows import Ints
 from compressed_spec.target import DraftStep, TargetModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """Nodes of a step, as many a row. streams_NMD: the stream that each leaves.
-
-    ancestors_BFA: scratch rows, in the head's KV, of each and of those above it.
+    """Nodes of a step, as many a row. streams_NMD: the stream that each leaves. window_BFW: rows of the head's KV that
+    each read, by ring slot, its own among them.
     """
 
     streams_NMD: torch.Tensor
-    ancestors_BFA: Ints
+    window_BFW: Ints
 
 
 class HeadSteps:
@@ -42,51 +41,58 @@ class HeadSteps:
             )
         request.cache.next_ticket()  # the head's scratch rows are a verification's too: one of them must give way
         self._model, self._request = model, request
+        self._rows_B = np.array(request.rows, dtype=np.int64)
+        # The head's row of a root at position n lies at n - 1: one token is folded into the stream before it.
+        self._position_B = np.array([request.cache.lengths[row] - 1 for row in request.rows], dtype=np.int64)
         self._first = 0
         self._level: Level | None = None
 
     def root(self) -> Laws:
         """The head on the roots, each after the pending stream of its row; its KV rows go to scratch."""
-        request = self._request
-        pending = request.cache.pools["pending_stream"][0, list(request.rows)]
+        request, spec = self._request, self._request.cache.spec
+        slot_W = np.arange(spec.sliding_window)
+        ring_BW = self._rows_B[:, None] * spec.sliding_window + slot_W
+        window_BW = np.where(slot_W < self._position_B[:, None], ring_BW, -1)
+        pending_BX = request.cache.pools["pending_stream"][0].index_select(0, self._tensor(self._rows_B))
         return self._process(
-            np.asarray(request.roots, dtype=np.int64)[:, None],
-            np.empty((len(request.rows), 1, 0), dtype=np.int64),
-            pending.unflatten(-1, (request.cache.spec.num_streams, -1)),
+            np.array(request.roots, dtype=np.int64)[:, None],
+            window_BW[:, None],
+            pending_BX.unflatten(-1, (spec.num_streams, -1)),
         )
 
     def descend(self, tokens_BF: Ints, parent_BF: Ints) -> Laws:
         """The head on the next level; its KV rows go to scratch."""
         level = self._level
         assert level is not None, "the roots come first"
-        offset_B1 = np.arange(len(parent_BF))[:, None] * level.ancestors_BFA.shape[1]
-        parents_N = torch.from_numpy((offset_B1 + parent_BF).ravel()).to(level.streams_NMD.device)
-        ancestors_BFA = np.take_along_axis(level.ancestors_BFA, parent_BF[:, :, None], axis=1)
-        return self._process(tokens_BF, ancestors_BFA, level.streams_NMD[parents_N])
-
-    def _process(self, tokens_BF: Ints, ancestors_BFA: Ints, streams_NMD: torch.Tensor) -> Laws:
-        """Run the head on nodes, given the rows above them and the stream before each one's token."""
-        cache, (num_rows, width) = self._request.cache, tokens_BF.shape
-        own_BF1 = self._first + np.arange(num_rows * width).reshape(num_rows, width, 1)
-        ancestors_BFA = np.concatenate((ancestors_BFA, own_BF1), axis=2)
-        # The head's row of a root at position n lies at n - 1: one token is folded into the stream before it.
-        starts_B = np.asarray([cache.lengths[row] - 1 for row in self._request.rows], dtype=np.int64)
-        nodes = Nodes(
-            sequence_T=np.repeat(np.asarray(self._request.rows, dtype=np.int64), width),
-            start_T=np.repeat(starts_B, width),
-            depth_T=np.full(num_rows * width, ancestors_BFA.shape[2] - 1),
-            ancestors_TA=ancestors_BFA.reshape(num_rows * width, -1),
+        self._position_B += 1
+        row_B1 = np.arange(len(parent_BF))[:, None]
+        parents_N = (row_B1 * level.window_BFW.shape[1] + parent_BF).reshape(-1)
+        return self._process(
+            tokens_BF, level.window_BFW[row_B1, parent_BF], level.streams_NMD.index_select(0, self._tensor(parents_N))
         )
-        rows_NW = window_rows(nodes, cache.spec.sliding_window, cache.shape.batch_size)
+
+    def _process(self, tokens_BF: Ints, window_BFW: Ints, streams_NMD: torch.Tensor) -> Laws:
+        """Run the head on nodes, given the stream before each one's token, and what their parents read.
+
+        A node reads what its parent read, but for its own row, which takes the slot of the oldest one.
+        """
+        cache, (num_rows, width) = self._request.cache, tokens_BF.shape
+        row_B1, own_N = np.arange(num_rows)[:, None], np.arange(self._first, self._first + num_rows * width)
+        slot_B1 = self._position_B[:, None] % cache.spec.sliding_window
+        own_rows_N = cache.num_persistent("head_kv") + own_N
+        window_BFW[row_B1, np.arange(width), slot_B1] = own_rows_N.reshape(num_rows, width)
         step = DraftStep(
             streams_NMD=streams_NMD,
-            tokens_N=torch.from_numpy(tokens_BF.ravel()).to(cache.device),
-            position_N=torch.from_numpy(nodes.position_T).to(cache.device),
-            window_rows_NW=torch.from_numpy(rows_NW).to(cache.device),
+            tokens_N=self._tensor(tokens_BF.reshape(-1)),
+            position_N=self._tensor(self._position_B.repeat(width)),
+            window_rows_NW=self._tensor(window_BFW.reshape(num_rows * width, -1)),
             first=self._first,
         )
         self._first += num_rows * width
-        streams_NMD = self._model.draft_step(step, Scratch(cache))
-        self._level = Level(streams_NMD=streams_NMD, ancestors_BFA=ancestors_BFA)
-        logits_BFV = self._model.draft_logits(streams_NMD).unflatten(0, (num_rows, width))
+        drafted = self._model.draft_step(step, Scratch(cache))
+        self._level = Level(streams_NMD=drafted.streams_NMD, window_BFW=window_BFW)
+        logits_BFV = drafted.logits_NV.unflatten(0, (num_rows, width))
         return Laws(log_q_BFV=law_at(logits_BFV, self._request.temperatures))
+
+    def _tensor(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._request.cache.device)

@@ -40,8 +40,11 @@ class Steps(Protocol):
 
 def law_at(logits_BFV: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
     """Log law, float64, at each row's temperature; greedy rows are ranked at temperature 1."""
-    temperature_B = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float64, device=logits_BFV.device)
-    return torch.log_softmax(logits_BFV.double() / temperature_B.view(-1, 1, 1), dim=-1)
+    scales = [t or 1.0 for t in temperatures]
+    if set(scales) != {1.0}:
+        scale_B = torch.tensor(scales, dtype=torch.float64, device=logits_BFV.device)
+        logits_BFV = logits_BFV.double() / scale_B.view(-1, 1, 1)
+    return torch.log_softmax(logits_BFV, dim=-1, dtype=torch.float64)
 
 
 def require_head(model: TargetModel, drafter: str) -> None:

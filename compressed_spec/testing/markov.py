@@ -10,7 +10,7 @@ import torch
 from compressed_spec.cache import Scratch
 from compressed_spec.layout import StateSpec
 from compressed_spec.rows import RowPlan
-from compressed_spec.target import DraftStep, TargetModel
+from compressed_spec.target import DraftStep, StepDraft, TargetModel
 
 
 class MarkovModel(TargetModel):
@@ -55,11 +55,8 @@ class MarkovModel(TargetModel):
     def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
         return streams_TMD[:, 0] @ self._logits_VV
 
-    def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
-        return self._one_hot(step.tokens_N)
-
-    def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
-        return streams_NMD[:, 0] @ self._head_VV
+    def draft_step(self, step: DraftStep, scratch: Scratch) -> StepDraft:
+        return StepDraft(streams_NMD=self._one_hot(step.tokens_N), logits_NV=self._head_VV[step.tokens_N])
 
     def _one_hot(self, tokens_T: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(tokens_T, self.vocab_size).double().unsqueeze(1)

@@ -137,7 +137,7 @@ def _samples(model: DeepseekV4) -> dict[tuple[str, int, bool], tuple[nn.Module, 
             first=0,
         )
         with torch.no_grad():
-            few.draft_logits(few.draft_step(step, Scratch(cache)))
+            few.draft_step(step, Scratch(cache))
     if model.dspark_head is not None:
         places_N = torch.arange(count)
         block = DraftBlock(

@@ -10,7 +10,7 @@ import torch
 from compressed_spec.cache import Scratch
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
-from compressed_spec.target import DraftBlock, DraftStep
+from compressed_spec.target import DraftBlock, DraftStep, StepDraft
 
 
 class FewNodes(Protocol):
@@ -31,14 +31,11 @@ class FewNodes(Protocol):
     def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
         """Next-token logits `[T, V]`."""
 
-    def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
-        """The MTP head's own streams `[N, M, D]`."""
+    def draft_step(self, step: DraftStep, scratch: Scratch) -> StepDraft:
+        """One step of the MTP head."""
 
     def draft_hidden(self, tokens_N: torch.Tensor, block: DraftBlock, scratch: Scratch) -> torch.Tensor:
         """A DSpark head's one output stream `[N, D]` at each place of the blocks."""
-
-    def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
-        """The MTP head's logits `[N, V]`."""
 
 
 def written_rows(plan: RowPlan, scratch: Scratch) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from compressed_spec.models.deepseek_v4.pieces import BlockHidden, HeadRows, Hea
 from compressed_spec.models.deepseek_v4.rope import Rotation
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
-from compressed_spec.target import DraftBlock, DraftStep
+from compressed_spec.target import DraftBlock, DraftStep, StepDraft
 
 _NOWHERE = LayerScratch(pools={}, rows={})  # each layer has rows of its own
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -100,11 +100,12 @@ class FewForward:
     def logits(self, streams_TMD: torch.Tensor) -> torch.Tensor:
         return self._piece("logits").run([streams_TMD])[0]
 
-    def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
+    def draft_step(self, step: DraftStep, scratch: Scratch) -> StepDraft:
         first = scratch.first_row("head_kv") + step.first
         inputs = [step.streams_NMD, step.tokens_N, step.position_N, step.window_rows_NW]
         inputs += [scratch.layer_rows("head_kv", 0), torch.arange(first, first + len(step.tokens_N))]
-        return self._piece("head_step").run(inputs)[0]
+        streams_NMD, logits_NV = self._piece("head_step").run(inputs)
+        return StepDraft(streams_NMD=streams_NMD, logits_NV=logits_NV)
 
     def draft_hidden(self, tokens_N: torch.Tensor, block: DraftBlock, scratch: Scratch) -> torch.Tensor:
         head = self._model.dspark_head
@@ -113,9 +114,6 @@ class FewForward:
         inputs = [tokens_N, block.position_N, block.rows_NW, torch.arange(first, first + len(tokens_N))]
         inputs += [scratch.layer_rows("head_kv", stage) for stage in range(len(head.stages))]
         return self._piece("block_hidden").run(inputs)[0]
-
-    def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
-        return self._piece("draft_logits").run([streams_NMD])[0]
 
     def _open(self, plan: RowPlan) -> Opened:
         positions = [comp.entry_position_C for comp in plan.compressions.values()]
@@ -179,10 +177,8 @@ class FewForward:
         assert head is not None, "this model has no MTP head"
         if name == "head_rows":
             return HeadRows(head, model.embed, main)
-        if name == "head_step":
-            return HeadStep(head, model.embed, main)
-        assert name == "draft_logits", name
-        return Output(head, head.norm, model.head)
+        assert name == "head_step", name
+        return HeadStep(head, model.embed, main, model.head)
 
 
 def _round(rotation: Rotation, plan: RowPlan, compression: CompressionRound | None) -> AttentionRound:

@@ -30,7 +30,7 @@ from compressed_spec.models.deepseek_v4.state import check_packable, state_spec
 from compressed_spec.parallel import ALONE, ParallelGroup
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
-from compressed_spec.target import BlockDraft, DraftBlock, DraftStep, TargetModel
+from compressed_spec.target import BlockDraft, DraftBlock, DraftStep, StepDraft, TargetModel
 
 
 class DeepseekV4(TargetModel, HyperConnected):
@@ -193,13 +193,19 @@ class DeepseekV4(TargetModel, HyperConnected):
         missed: float = (1 - self.config.num_experts_per_tok / self.config.n_routed_experts) ** num_nodes
         return self.config.n_routed_experts * (1 - missed)
 
-    def draft_step(self, step: DraftStep, scratch: Scratch) -> torch.Tensor:
+    def draft_step(self, step: DraftStep, scratch: Scratch) -> StepDraft:
         head = self.mtp_head
         assert head is not None, "this model has no MTP head"
-        if self.path is not None:
-            return self.path.draft_step(step, scratch)
         if self.few is not None and self.few.takes_nodes(len(step.tokens_N)):
             return self.few.draft_step(step, scratch)
+        if self.path is not None:
+            streams_NMD = self.path.draft_step(step, scratch)
+        else:
+            streams_NMD = self._head_streams(head, step, scratch)
+        logits_NV = self._project(head.norm(head.collapse_head(streams_NMD)))
+        return StepDraft(streams_NMD=streams_NMD, logits_NV=logits_NV)
+
+    def _head_streams(self, head: MTPHead, step: DraftStep, scratch: Scratch) -> torch.Tensor:
         here = AttentionRound(
             rotation=rotation(self.get_buffer("rope_main"), step.position_N),
             window_rows_TW=step.window_rows_NW,
@@ -209,13 +215,6 @@ class DeepseekV4(TargetModel, HyperConnected):
             compression=None,
         )
         return head.step(step.streams_NMD, self.embed(step.tokens_N), step.tokens_N, here)
-
-    def draft_logits(self, streams_NMD: torch.Tensor) -> torch.Tensor:
-        head = self.mtp_head
-        assert head is not None, "this model has no MTP head"
-        if self.few is not None and self.few.takes_nodes(len(streams_NMD)):
-            return self.few.draft_logits(streams_NMD)
-        return self._project(head.norm(head.collapse_head(streams_NMD)))
 
     def draft_block(self, block: DraftBlock, scratch: Scratch) -> BlockDraft:
         head = self.dspark_head

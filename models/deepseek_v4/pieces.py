@@ -186,7 +186,13 @@ class HeadRows(_HeadPiece[MTPHead]):
 
 class HeadStep(_HeadPiece[MTPHead]):
     """streams_NMD, tokens_N, position_N, window_rows_NW, the pool of the MTP head's KV, rows to write -> the head's
-    own streams."""
+    own streams, and logits `[N, V]`."""
+
+    def __init__(
+        self, head: MTPHead, embed: VocabularyEmbedding, rope_main: torch.Tensor, vocabulary_head: Linear
+    ) -> None:
+        super().__init__(head, embed, rope_main)
+        self.vocabulary_head = vocabulary_head
 
     def forward(
         self,
@@ -198,7 +204,9 @@ class HeadStep(_HeadPiece[MTPHead]):
         head_rows_N: torch.Tensor,
     ) -> list[torch.Tensor]:
         here = self.here(self.turned(position_N), window_rows_NW, head_RE, head_rows_N)
-        return [self.head.few(self.head.fuse(streams_NMD, self.embed(tokens_N)), tokens_N, here)]
+        own_NMD = self.head.few(self.head.fuse(streams_NMD, self.embed(tokens_N)), tokens_N, here)
+        logits_NV: torch.Tensor = self.vocabulary_head(self.head.norm(self.head.collapse_head(own_NMD)))
+        return [own_NMD, logits_NV.to(self.head.precision.wide)]
 
 
 class BlockHidden(_HeadPiece[DSparkHead]):
@@ -222,7 +230,7 @@ class BlockHidden(_HeadPiece[DSparkHead]):
 
 
 class Output(HyperConnected):
-    """streams_TMD -> logits `[T, V]`, of the target or of its MTP head (whose own collapse and norm are `owner`'s)."""
+    """streams_TMD -> logits `[T, V]`."""
 
     def __init__(self, owner: HyperConnected, norm: Norm, head: Linear) -> None:
         super().__init__(owner.config, owner.precision)
