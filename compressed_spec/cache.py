@@ -214,9 +214,7 @@ class Cache:
         self.mark_damaged(grown)  # until all pools agree again
         if self._move_rows is not None:
             moves = self._lanes.moves_at_once(accepted, self.device)
-            names = [name for pools in self._lanes.pools for name in pools]
-            lane_of = [lane for lane, pools in enumerate(self._lanes.pools) for _ in pools]
-            self._move_rows([self.pools[name] for name in names], lane_of, moves)
+            self._move_rows(list(self.pools.values()), self._lanes.lane_of, moves)
         else:
             for pools, (source, target) in zip(
                 self._lanes.pools, self._lanes.moves(accepted, self.device), strict=True

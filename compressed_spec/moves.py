@@ -52,6 +52,8 @@ class Lanes:
     A node's row is row `(position + shift) // ratio % per_sequence` of its sequence's. It moves if this position is the
     last that the row stands for, and fewer than `most_after` accepted nodes follow: of a path longer than a ring, only
     the end is left.
+
+    lane_of: the lane of each of `specs`.
     """
 
     def __init__(self, specs: Sequence[PoolSpec], batch_size: int) -> None:
@@ -62,6 +64,8 @@ class Lanes:
             most_after = sys.maxsize if entries else pool.per_sequence
             lanes.setdefault((pool.shift, ratio, pool.per_sequence, most_after), []).append(pool.name)
         self.pools = tuple(map(tuple, lanes.values()))
+        lane_of = {name: lane for lane, pools in enumerate(self.pools) for name in pools}
+        self.lane_of = tuple(lane_of[pool.name] for pool in specs)
         shift, ratio, per_sequence, most_after = np.array(list(lanes), dtype=np.int64).T[:, :, None]
         self._shift_G1, self._ratio_G1, self._most_after_G1 = shift, ratio, most_after
         self._per_sequence_G1, self._num_persistent_G1 = per_sequence, batch_size * per_sequence

@@ -15,10 +15,13 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from compressed_spec.ahead import Inputs, Job, Program, packages_for, source_digest, weights_of
 from compressed_spec.cache import Scratch
+from compressed_spec.kernels.commit import Moves
+from compressed_spec.models.deepseek_v4.attention import Attention
 from compressed_spec.models.deepseek_v4.block import Experts
 from compressed_spec.models.deepseek_v4.few_forward import FewForward, Limits, Piece
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
-from compressed_spec.models.deepseek_v4.pieces import Layer
+from compressed_spec.models.deepseek_v4.modules import Linear
+from compressed_spec.models.deepseek_v4.pieces import Layer, RowMoves
 from compressed_spec.rows import make_plan
 from compressed_spec.target import DraftBlock, DraftStep
 from compressed_spec.tree import TokenTree
@@ -44,9 +47,7 @@ def compile_few(model: DeepseekV4, *, progress: bool = False) -> None:
 
     Only for "fast" numerics. From then on the weights must stay where they are.
     """
-    for module in model.modules():
-        if isinstance(module, Experts):
-            _lay_out(module)
+    _lay_out(model)
     root = Path(__file__).parents[2]
     source = source_digest(*(root / part for part in _SOURCES))
     samples = _samples(model)
@@ -74,17 +75,30 @@ def _limits(model: DeepseekV4) -> Limits:
 def _open_axes(function: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Rows differ from round to round (the first axis), and the length of some lists (the last)."""
     lists = function.open_lists if isinstance(function, Layer) else frozenset()
+    if isinstance(function, RowMoves):
+        return ((1,),) * len(inputs)
     return tuple((0, 1) if index in lists else (0,) for index in range(len(inputs)))
 
 
-def _lay_out(experts: Experts) -> None:
-    """Store experts' matrices transposed, so that what is summed over is the slow axis and outputs fill vectors; and in
-    bfloat16, if that loses nothing, as with weights that were stored as FP4: half to be read."""
-    for name, weight in list(experts.named_parameters()):
-        narrow = weight.to(torch.bfloat16)
-        kept = narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
-        turned = kept.transpose(1, 2).contiguous().transpose(1, 2)
-        setattr(experts, name, nn.Parameter(turned, requires_grad=False))
+def _lay_out(model: DeepseekV4) -> None:
+    """Store matrices transposed, so that what is summed over is the slow axis and outputs fill vectors.
+
+    Experts, which are widened while they are summed, also in bfloat16, if that loses nothing, as with weights that were
+    stored as FP4: half to be read. Widening others costs more than reading them.
+    """
+    grouped = {id(module.wo_a) for module in model.modules() if isinstance(module, Attention)}
+    for module in model.modules():
+        if isinstance(module, Experts | Linear) and id(module) not in grouped:
+            for name, weight in list(module.named_parameters()):
+                kept = _narrowed(weight) if isinstance(module, Experts) else weight
+                turned = kept.transpose(-2, -1).contiguous().transpose(-2, -1)
+                setattr(module, name, nn.Parameter(turned, requires_grad=False))
+
+
+def _narrowed(weight: torch.Tensor) -> torch.Tensor:
+    """In bfloat16, if that loses nothing."""
+    narrow = weight.to(torch.bfloat16)
+    return narrow if torch.equal(narrow.to(weight.dtype), weight) else weight
 
 
 class _Sampling(FewForward):
@@ -127,6 +141,13 @@ def _samples(model: DeepseekV4) -> dict[tuple[str, int, bool], tuple[nn.Module, 
         plan = make_plan(spec, cache.shape, [tree], [0], [end - 2], cache.device)
         with torch.no_grad():
             few.logits(few.forward(plan, Scratch(cache)))
+    lane_P, still_MN = range(len(cache.pools)), torch.full((len(cache.pools), count), -1)
+    # Pools of as many rows here may have different ones elsewhere.
+    pools = [
+        rows_LRD.new_zeros(len(rows_LRD), 2 * count + i, rows_LRD.shape[2])
+        for i, rows_LRD in enumerate(cache.pools.values())
+    ]
+    few.move_rows(pools, lane_P, Moves(source_MN=still_MN, target_MN=still_MN))
     if model.mtp_head is not None:
         place_N, stream = torch.arange(2), (2, model.config.hc_mult, model.config.hidden_size)
         step = DraftStep(

@@ -3,11 +3,13 @@
 T = nodes
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from compressed_spec.cache import Scratch
+from compressed_spec.kernels.commit import Moves
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
 from compressed_spec.target import DraftBlock, DraftStep, StepDraft
@@ -36,6 +38,9 @@ class FewNodes(Protocol):
 
     def draft_hidden(self, tokens_N: torch.Tensor, block: DraftBlock, scratch: Scratch) -> torch.Tensor:
         """A DSpark head's one output stream `[N, D]` at each place of the blocks."""
+
+    def move_rows(self, pools: Sequence[torch.Tensor], lane_of: Sequence[int], moves: Moves) -> None:
+        """The rows of a commit (a `MoveRows`)."""
 
 
 def written_rows(plan: RowPlan, scratch: Scratch) -> dict[str, torch.Tensor]:

@@ -10,13 +10,23 @@ import torch
 from torch import nn
 
 from compressed_spec.cache import Scratch
+from compressed_spec.kernels.commit import Moves, commit_rows
 from compressed_spec.layer_scratch import LayerScratch
 from compressed_spec.models.deepseek_v4.attention import AttentionRound
 from compressed_spec.models.deepseek_v4.block import Block
 from compressed_spec.models.deepseek_v4.compressor import CompressionRound
 from compressed_spec.models.deepseek_v4.few import written_rows
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
-from compressed_spec.models.deepseek_v4.pieces import BlockHidden, HeadRows, HeadStep, Layer, Opened, Opening, Output
+from compressed_spec.models.deepseek_v4.pieces import (
+    BlockHidden,
+    HeadRows,
+    HeadStep,
+    Layer,
+    Opened,
+    Opening,
+    Output,
+    RowMoves,
+)
 from compressed_spec.models.deepseek_v4.rope import Rotation
 from compressed_spec.partial import LayerStreams
 from compressed_spec.rows import RowPlan
@@ -115,6 +125,13 @@ class FewForward:
         inputs += [scratch.layer_rows("head_kv", stage) for stage in range(len(head.stages))]
         return self._piece("block_hidden").run(inputs)[0]
 
+    def move_rows(self, pools: Sequence[torch.Tensor], lane_of: Sequence[int], moves: Moves) -> None:
+        if not self.takes_nodes(moves.source_MN.shape[1]):
+            return commit_rows(pools, lane_of, moves)
+        lane_P = torch.tensor(lane_of)
+        source_PN, target_PN = (rows_MN.index_select(0, lane_P) for rows_MN in (moves.source_MN, moves.target_MN))
+        self._piece("row_moves").run([source_PN, target_PN, *pools])
+
     def _open(self, plan: RowPlan) -> Opened:
         positions = [comp.entry_position_C for comp in plan.compressions.values()]
         return Opening.opened(self._piece("opening").run([plan.tokens_T, plan.position_T, *positions]))
@@ -171,6 +188,8 @@ class FewForward:
             return Opening(model.embed, model.config.hc_mult, main, compress)
         if name == "logits":
             return Output(model, model.norm, model.head)
+        if name == "row_moves":
+            return RowMoves()
         if name == "block_hidden":
             assert model.dspark_head is not None, "this model has no DSpark head"
             return BlockHidden(model.dspark_head, model.embed, main)

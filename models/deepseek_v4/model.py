@@ -113,7 +113,9 @@ class DeepseekV4(TargetModel, HyperConnected):
         )
 
     def row_mover(self) -> MoveRows | None:
-        return None if self.path is None else self.path.row_mover()
+        if self.path is not None:
+            return self.path.row_mover()
+        return None if self.few is None else self.few.move_rows
 
     def device_rounds(self, cache: Cache) -> DeviceRounds | None:
         return None if self.path is None else self.path.rounds(cache)

@@ -229,6 +229,18 @@ class BlockHidden(_HeadPiece[DSparkHead]):
         return [stages[-1].collapse_head(streams_NMD)]
 
 
+class RowMoves(nn.Module):
+    """source_PN, target_PN (as in `Moves`, a line a pool), then the pools `[L, R, D]` -> nothing."""
+
+    def forward(self, source_PN: torch.Tensor, target_PN: torch.Tensor, *pools: torch.Tensor) -> list[torch.Tensor]:
+        for pool_LRD, source_N, target_N in zip(pools, source_PN, target_PN, strict=True):
+            # What moves nothing copies the last row, a scratch row, onto itself.
+            last, still_N = pool_LRD.shape[1] - 1, source_N < 0
+            rows_LND = pool_LRD.index_select(1, torch.where(still_N, last, source_N))
+            pool_LRD.index_copy_(1, torch.where(still_N, last, target_N), rows_LND)
+        return []
+
+
 class Output(HyperConnected):
     """streams_TMD -> logits `[T, V]`."""
 
