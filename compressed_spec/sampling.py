@@ -28,7 +28,8 @@ def target_log_probs(
     other. Raises ValueError if a row has NaN, +inf or nothing but -inf after its processors.
     """
     scores_NV = process_logits(logits_NV, params, histories).to(torch.float64)
-    top_N1 = _checked_maximum(scores_NV)
+    top_N1 = scores_NV.amax(dim=-1, keepdim=True)
+    _check_maximum(top_N1)
     if all(p.is_greedy for p in params):
         return _one_hot_log_probs(scores_NV)
     log_p_NV = torch.log_softmax(_warp(scores_NV - top_N1, params), dim=-1)
@@ -49,8 +50,9 @@ def select_tokens(log_p_NV: Tensor, seeds_N: Tensor, positions_N: Tensor) -> Ten
 
 def greedy_tokens(scores_NV: Tensor) -> Tensor:
     """The best token of every row, int64 [N], the smallest id on a tie. Raises ValueError as `target_log_probs`."""
-    _checked_maximum(scores_NV)
-    return scores_NV.argmax(dim=-1)
+    best_N1 = scores_NV.argmax(dim=-1, keepdim=True)  # of a row with a NaN, its index
+    _check_maximum(scores_NV.gather(1, best_N1))
+    return best_N1[:, 0]
 
 
 def target_tokens(
@@ -70,14 +72,11 @@ def target_tokens(
     return select_tokens(log_p_NV, seed_tensor([p.seed for p in params], log_p_NV.device), positions_N)
 
 
-def _checked_maximum(scores_NV: Tensor) -> Tensor:
-    top_N1 = scores_NV.amax(dim=-1, keepdim=True)
-    if not bool(torch.isfinite(top_N1).all()):
-        row = int((~torch.isfinite(top_N1[:, 0])).nonzero()[0])
-        top = float(top_N1[row])
-        what = "no token with a finite score" if top == -math.inf else f"a score of {top}"
-        raise ValueError(f"Row {row} of the logits has {what}; check the processors, or the model's output.")
-    return top_N1
+def _check_maximum(top_N1: Tensor) -> None:
+    for row, [top] in enumerate(top_N1.tolist()):
+        if not math.isfinite(top):
+            what = "no token with a finite score" if top == -math.inf else f"a score of {top}"
+            raise ValueError(f"Row {row} of the logits has {what}; check the processors, or the model's output.")
 
 
 def _one_hot_log_probs(scores_NV: Tensor) -> Tensor:

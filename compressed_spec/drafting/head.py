@@ -57,7 +57,7 @@ class HeadSteps:
         return self._process(
             np.array(request.roots, dtype=np.int64)[:, None],
             window_BW[:, None],
-            pending_BX.unflatten(-1, (spec.num_streams, -1)),
+            pending_BX.view(len(pending_BX), spec.num_streams, -1),
         )
 
     def descend(self, tokens_BF: Ints, parent_BF: Ints) -> Laws:
@@ -91,7 +91,7 @@ class HeadSteps:
         self._first += num_rows * width
         drafted = self._model.draft_step(step, Scratch(cache))
         self._level = Level(streams_NMD=drafted.streams_NMD, window_BFW=window_BFW)
-        logits_BFV = drafted.logits_NV.unflatten(0, (num_rows, width))
+        logits_BFV = drafted.logits_NV.view(num_rows, width, -1)
         return Laws(log_q_BFV=law_at(logits_BFV, self._request.temperatures))
 
     def _tensor(self, array: Ints) -> torch.Tensor:

@@ -23,7 +23,7 @@ from compressed_spec.models.deepseek_v4.to_transformers import logits_difference
 from compressed_spec.tree import TokenTree
 
 NODES = tuple(range(1, 17))
-NUM_TRIAL_PROMPTS, TRIAL_TOKENS, TRIAL_REPEATS = 2, 48, 2
+NUM_TRIAL_PROMPTS, TRIAL_TOKENS, TRIAL_REPEATS = 4, 48, 2
 BATCH_REPEATS = 3  # prefills of large batches take most of a run
 CHECKED_TOKENS = 64
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the largest logit, see `logits_difference`

@@ -196,10 +196,10 @@ class DeepseekV4(TargetModel, HyperConnected):
         return self.config.n_routed_experts * (1 - missed)
 
     def draft_step(self, step: DraftStep, scratch: Scratch) -> StepDraft:
-        head = self.mtp_head
-        assert head is not None, "this model has no MTP head"
         if self.few is not None and self.few.takes_nodes(len(step.tokens_N)):
             return self.few.draft_step(step, scratch)
+        head = self.mtp_head
+        assert head is not None, "this model has no MTP head"
         if self.path is not None:
             streams_NMD = self.path.draft_step(step, scratch)
         else:
