@@ -166,7 +166,7 @@ REFUSALS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--context", "0"], ("context must be at least 1, got 0",)),
     (["--max-new-tokens", "1"], ("max_new_tokens must be at least 2, got 1",)),
     (["--num-prompts", "0"], ("num_prompts must be at least 1",)),
-    (["--num-prompts", "15"], ("15 prompts to measure and 2 others", "the 16 there are", "lower num_prompts")),
+    (["--num-prompts", "15"], ("15 prompts to measure and 4 others", "the 16 there are", "lower num_prompts")),
     (["--repeats", "0"], ("repeats must be at least 1",)),
     (["--threads", "0"], ("--threads must be at least 1",)),
     (["--long-context", "24"], ("long_context (24) must be above context (24)",)),
