@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from compressed_spec import generate, load_model
+from compressed_spec.kernels.commit import Moves, commit_rows
 from compressed_spec.models.deepseek_v4.few_forward import FewForward, Limits
 from compressed_spec.models.deepseek_v4.load import DEMO
 from compressed_spec.models.deepseek_v4.model import DeepseekV4
 from compressed_spec.models.deepseek_v4.names import DraftHeadKind
+from compressed_spec.models.deepseek_v4.pieces import RowMoves
 from compressed_spec.testing.models import random_model
 from compressed_spec.tree import TokenTree
 
@@ -53,6 +57,23 @@ def test_drafts_of_few_nodes(draft_head: DraftHeadKind) -> None:
     assert [out.token_ids for out in few] == [out.token_ids for out in plain]
     assert [out.stats.num_accepted_tokens for out in few] == [out.stats.num_accepted_tokens for out in plain]
     assert {"block_hidden", "head_step"} & {name for name, _, _ in model.few.pieces}
+
+
+@given(data=st.data(), num_moves=st.integers(0, 6), lane_of=st.lists(st.integers(0, 2), min_size=1, max_size=5))
+def test_rows_of_a_commit_move_in_one_function(data: st.DataObject, num_moves: int, lane_of: list[int]) -> None:
+    """Scratch rows 20 .. onto persistent ones, none twice; -1 moves nothing."""
+    sources = st.lists(st.integers(20, 29) | st.just(-1), min_size=num_moves, max_size=num_moves)
+    targets = st.permutations(range(20)).map(lambda rows: rows[:num_moves])
+    moves = Moves(
+        source_MN=torch.tensor([data.draw(sources) for _ in range(3)], dtype=torch.int64).view(3, num_moves),
+        target_MN=torch.tensor([data.draw(targets) for _ in range(3)], dtype=torch.int64).view(3, num_moves),
+    )
+    pools = [torch.randn(1 + i % 2, 30 + i, 2 + i) for i in range(len(lane_of))]
+    expected = [pool.clone() for pool in pools]
+    commit_rows(expected, lane_of, moves)
+    RowMoves()(moves.source_MN[lane_of], moves.target_MN[lane_of], *pools)
+    for pool, wanted in zip(pools, expected, strict=True):
+        assert torch.equal(pool, wanted)
 
 
 def test_what_autograd_follows_is_not_taken() -> None:
