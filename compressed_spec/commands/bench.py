@@ -31,7 +31,7 @@ class BenchCommand:
     numerics: Literal["fast", "invariant"] = "fast"
     """How our side computes."""
     compile: bool = True
-    """Fuse our side's small operations first: some two minutes of compiling."""
+    """Fuse our side's small operations first: two minutes of compiling."""
     threads: int | None = None
     """torch's threads, on both sides; by default as torch has them."""
     context: int = 512

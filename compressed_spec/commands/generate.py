@@ -84,7 +84,7 @@ class GenerateCommand:
     numerics: Literal["fast", "invariant"] = "fast"
     """"invariant": bit for bit the same with speculation or without (CPU)."""
     compile: bool = False
-    """Fuse the model's small operations first (CPU): some two minutes of compiling, then rounds several times faster."""
+    """Fuse the model's small operations first (CPU): two minutes of compiling, then rounds several times faster."""
     json: bool = False
     """Print JSON only: one object a prompt and line."""
     stream: bool = False

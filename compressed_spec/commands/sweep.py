@@ -91,7 +91,7 @@ class SweepCommand:
     numerics: Literal["fast", "invariant"] = "fast"
     """"invariant": bit for bit the same with speculation or without (CPU)."""
     compile: bool = False
-    """Fuse the model's small operations first (CPU): some two minutes of compiling, then rounds several times faster."""
+    """Fuse the model's small operations first (CPU): two minutes of compiling, then rounds several times faster."""
 
     def run(self) -> None:
         """Measure and write. Raises ValueError for a fault of the user's, before anything is measured."""
